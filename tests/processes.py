@@ -41,8 +41,8 @@ def until(
 
 
 def clean_environment(settings: Mapping[str, object]) -> dict[str, str]:
-    """What a fresh terminal has, and `settings` but for None; nothing that the developer set for us."""
-    mine = ("REDIS_", "QR_", "PYTHON", "PYTEST", "FORCE", "NO_COLOR", "MAKE", "MFLAGS")
+    """What a fresh terminal has, and `settings`, where None is a variable that is not set."""
+    mine = ("REDIS_URL", "QR_", "PYTHON", "PYTEST", "FORCE", "NO_COLOR", "MAKE", "MFLAGS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     return kept | {name: str(value) for name, value in settings.items() if value is not None}
 

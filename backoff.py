@@ -183,10 +183,11 @@ def why_hopeless(exc: BaseException, status: int, wait: float) -> str:
     """Why another try cannot end better, read from the exception's shape; empty if it may."""
     if found := VALIDATION & names(exc):
         return f"not valid: {min(found)}"
-    if 400 <= status <= 499:
-        passing = status in PASSING_4XX or (status in PASSING_IF_TOLD_WHEN and wait > 0)
-        aws_code = str(peek(exc, "response.Error.Code"))
-        return "" if passing or AWS_PASSING.search(aws_code) else f"HTTP {status}"
+    if status:
+        passing = status not in range(400, 500) or status in PASSING_4XX
+        told_when = status in PASSING_IF_TOLD_WHEN and wait > 0
+        throttled = AWS_PASSING.search(str(peek(exc, "response.Error.Code")))
+        return "" if passing or told_when or throttled else f"HTTP {status}"
     code = peek(exc, "code")
     if callable(code) and (name := peek(code(), "name")) in GRPC_PERMANENT:
         return f"gRPC {name}"

@@ -243,7 +243,7 @@ def http_status(exc: BaseException) -> int:
         value = peek(exc, path)
         if path == "code" and NOT_HTTP & names(exc):
             continue
-        if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599:
+        if isinstance(value, int) and 100 <= value <= 599:
             return int(value)
     return 0
 

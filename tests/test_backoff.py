@@ -8,6 +8,7 @@ import smtplib
 import stat
 import subprocess
 import sys
+import time
 import urllib.error
 from datetime import datetime, timedelta, timezone
 from email.message import Message
@@ -262,7 +263,7 @@ def test_a_client_error_is_permanent_and_a_server_error_is_not(shape: str) -> No
 @pytest.mark.parametrize("status", [True, "404", 404.0, 40, 4040, -404, None, Mock(), [404]])
 def test_what_is_no_http_status_is_not_taken_for_one(status: Any) -> None:
     for attribute in ("code", "status", "status_code"):
-        assert action(error(**{attribute: status})) == "retry"
+        assert verdict(error(**{attribute: status})) == ("retry", "RemoteError", 0.0)
 
 
 def test_an_answer_that_counts_as_false_is_an_answer() -> None:
@@ -376,6 +377,7 @@ def test_a_group_gives_up_only_if_every_error_in_it_is_permanent() -> None:
     assert action(group(PermanentError(), retryable=True)) == "retry"
     assert action(group(ValueError(), retryable=False)) == "give up"
     assert action(group(ValueError(), status_code=404)) == "retry"
+    assert action(group(PermanentError(), error(exceptions=()))) == "retry"
 
 
 def test_a_group_waits_as_long_as_its_most_patient_error_asks() -> None:
@@ -395,7 +397,8 @@ def test_endless_deep_and_huge_groups_are_walked_within_bounds() -> None:
     for _ in range(5000):
         deep = group(deep)
     assert action(deep) == "retry"
-    assert action(group(*[PermanentError() for _ in range(100_000)])) == "retry"
+    crowd = [PermanentError() for _ in range(100_000)]
+    assert action(group(*crowd)) == action(group(PermanentError(), group(*crowd))) == "retry"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are new in Python 3.11")
@@ -417,6 +420,17 @@ def test_retry_after_is_read_in_seconds_and_as_any_http_date() -> None:
     when = datetime.fromtimestamp(NOW + 90, timezone.utc)
     for form in ("%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y"):
         assert asked(retry_after=when.strftime(form)) == 90
+
+
+def test_a_date_without_a_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "XYZ+7")
+    time.tzset()
+    try:
+        when = datetime.fromtimestamp(NOW + 90, timezone.utc)
+        assert asked(retry_after=when.strftime("%a %b %d %H:%M:%S %Y")) == 90
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_date_counts_from_the_answers_own_clock() -> None:
@@ -458,6 +472,7 @@ def test_a_rate_limit_counts_only_when_it_is_used_up() -> None:
 GARBAGE = [
     "", "soon", "-5", "0", "nan", "inf", "1e999", "9" * 400, "1_000", "٣", "0x10", "5;q=1", "\x00",
     "Thu, 99 Foo 2026 99:99:99 GMT", "Fri, 31 Dec 99999 23:59:59 GMT", "," * 10**6,
+    "r=0;" * 10**5,
 ]  # fmt: skip
 
 
@@ -638,7 +653,9 @@ def test_each_run_draws_anew_and_replaces_the_files(tmp_path: Path, elsewhere: P
     assert command(elsewhere, QR_DIR=str(tmp_path)).returncode == 0
     assert (tmp_path / "capped.txt").read_text() == "1\n2\n4\n8\n16\n30\n30\n30\n30\n"
     assert len((tmp_path / "jitter.txt").read_text().splitlines()) == 20
-    assert (tmp_path / "jitter.txt").read_text() != first
+    second = (tmp_path / "jitter.txt").read_text()
+    assert second != first
+    assert max(map(float, (first + second).split())) > 4, "forty draws from 0...8"
 
 
 def test_the_files_are_as_readable_as_any_other(tmp_path: Path, elsewhere: Path) -> None:
@@ -654,6 +671,18 @@ def test_a_symbolic_link_stays_one(tmp_path: Path, elsewhere: Path) -> None:
     assert command(elsewhere, QR_DIR=str(tmp_path)).returncode == 0
     assert (tmp_path / "capped.txt").is_symlink()
     assert goal.read_text().startswith("1\n2\n")
+
+
+def test_a_link_planted_where_the_draft_goes_is_not_followed(
+    tmp_path: Path, elsewhere: Path
+) -> None:
+    """Law: in a folder that others may write to, too, nothing else is overwritten."""
+    treasure = elsewhere / "treasure"
+    treasure.write_text("gold")
+    (tmp_path / f".capped.txt.{os.getpid()}").symlink_to(treasure)
+    with pytest.raises(FileExistsError):
+        backoff.write(tmp_path / "capped.txt", ["1"])
+    assert treasure.read_text() == "gold"
 
 
 def test_the_picture_shows_doubling_cap_and_jitter(tmp_path: Path, elsewhere: Path) -> None:
@@ -687,7 +716,7 @@ def test_the_files_are_written_though_nobody_reads_the_picture(
         capture_output=True,
         text=True,
         cwd=elsewhere,
-        env={**os.environ, "QR_DIR": str(tmp_path)},
+        env={**os.environ, "QR_DIR": str(tmp_path), "PYTHONUNBUFFERED": ""},
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

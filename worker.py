@@ -54,7 +54,9 @@ import secrets
 import select
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -290,9 +292,9 @@ def iso(ms: float) -> str:
 
 def printable(text: str, limit: int = ERROR) -> str:
     """One line that no terminal or log reader can misread: control characters are escaped."""
-    if len(text) > limit:
-        text = text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = text[: limit + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 # ── Transitions ───────────────────────────────────────────────────────────────────────────────
@@ -562,25 +564,35 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A message being run. `start_ms` is the server's clock at the claim, `since` ours."""
+    """A message being run. `start_ms` is the server's clock when we got it, `since` ours."""
 
     token: int
     start_ms: int
     raw: bytes
     since: float
-    first_ms: int  # the first start known: differs from start_ms after a reclaim
+    first_ms: int  # the first start known: earlier than start_ms after a reclaim
     owner: str = ""  # who held it before a reclaim
 
     def now_ms(self) -> float:
         """The server's clock now, carried on by our monotonic one: no wall clock of ours."""
         return self.start_ms + (time.monotonic() - self.since) * 1000
 
+
+class Claim(NamedTuple):
+    """What a claim brought: a run, or how long to wait (ms, -1: no retry is due) and for what."""
+
+    run: Run | None = None
+    wait_ms: int = -1
+    left: int = 1  # messages running or retrying
+
     @classmethod
-    def of(cls, reply: list[Any]) -> Run:
-        """The run in the reply of a claim or a reclaim that starts with b"run"."""
+    def of(cls, reply: list[Any]) -> Claim:
+        """Reads the reply of a claim or of a reclaim."""
+        if reply[0] != b"run":
+            return cls(None, *(int(number) for number in reply[1:]))
         _, token, now, raw, *former = reply
         first, owner = (int(former[0]), former[1].decode()) if former else (int(now), "")
-        return cls(int(token), int(now), raw, time.monotonic(), first, owner)
+        return cls(Run(int(token), int(now), raw, time.monotonic(), first, owner))
 
 
 class Queue:
@@ -626,7 +638,7 @@ class Queue:
     def release(self, token: int) -> Step:
         return Step(RELEASE, (token,))
 
-    def renew(self, lease: float, *tokens: int) -> Step:
+    def renew(self, lease: float, *tokens: int | bytes) -> Step:
         return Step(RENEW, (ms(lease), *tokens))
 
     def reclaim(self, owner: str, lease: float) -> Step:
@@ -698,23 +710,24 @@ class Queue:
         reply = self.command("BLMOVE", names.waiting, names.next, "RIGHT", "LEFT", seconds)
         return reply is not None
 
-    def pages(self) -> Iterator[list[tuple[int, bytes]]]:
+    def pages(self) -> Iterator[list[tuple[bytes, bytes]]]:
         """What is running, as (token, "owner start text"), in pages of about a hundred."""
         cursor = b"0"
         while True:
             cursor, flat = self.command("HSCAN", self.names.running, cursor, "COUNT", 100)
-            yield [(int(token), entry) for token, entry in zip(flat[::2], flat[1::2], strict=True)]
+            yield list(zip(flat[::2], flat[1::2], strict=True))
             if cursor == b"0":
                 return
 
     def owned(self, owner: str) -> list[Run]:
         """The runs of this owner: how a claim whose reply was lost is found again."""
-        now, found = self.now_ms(), []
+        now, since, found = self.now_ms(), time.monotonic(), []
         for page in self.pages():
             for token, entry in page:
-                who, start, text = entry.split(b" ", 2)
+                who, _, rest = entry.partition(b" ")
                 if who == owner.encode():
-                    found.append(Run(token, now, text, time.monotonic(), int(start)))
+                    start, _, text = rest.partition(b" ")
+                    found.append(Run(int(token), now, text, since, int(start)))
         return found
 
     def adopt(self, lease: float) -> int:
@@ -722,8 +735,9 @@ class Queue:
         adopted = 0
         for page in self.pages():
             tokens = [token for token, _ in page]
-            scores = self.command("ZMSCORE", self.names.leases, *tokens) if tokens else []
-            bare = [token for token, score in zip(tokens, scores, strict=True) if score is None]
+            deadlines = self.command("ZMSCORE", self.names.leases, *tokens) if tokens else []
+            pairs = zip(tokens, deadlines, strict=True)
+            bare = [token for token, deadline in pairs if deadline is None]
             for i in range(0, len(bare), 100):
                 self.do(self.renew(lease, *bare[i : i + 100]))
             adopted += len(bare)
@@ -774,15 +788,26 @@ class Failure(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """How a run ends: the step for Redis, then the line for people (may be empty)."""
+    """How a run ends: the step for Redis, and then a line for people."""
 
     token: int
     step: Step
     line: str = ""
-    requeued: bool = False
+
+    def tell(self, settings: Settings, tombs: int) -> None:
+        """Says what happened, after it has; a dead letter's token goes down the pipe `tombs`."""
+        if self.step.script is RETRY:
+            announce(self.line, settings.qr_dir)
+        elif self.line:
+            log(self.line)
+        if self.step.script is BURY:
+            with suppress(OSError):  # full: thousands are waiting there already
+                os.write(tombs, self.token.to_bytes(8, "little"))
 
 
-def fail(queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str) -> Settlement:
+def settle_failure(
+    queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str
+) -> Settlement:
     """Decides between retry and bury, and writes the new message text or the envelope."""
     try:
         message = Message.parse(run.raw)
@@ -799,9 +824,8 @@ def fail(queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str) 
     facts = f"attempts={attempts} kind={word(message.kind)}"
     about = f"token={run.token} error={json.dumps(failure.error, ensure_ascii=False)}"
     if wait is not None:
-        text = Message(message.text, attempts, seen, kept).encode()
-        line = f"{facts} wait={wait:.3f} {about}"
-        return Settlement(run.token, queue.retry(run.token, wait, text), line, requeued=True)
+        step = queue.retry(run.token, wait, Message(message.text, attempts, seen, kept).encode())
+        return Settlement(run.token, step, f"{facts} wait={wait:.3f} {about}")
     head = {
         "error": failure.error,
         "attempts": attempts,
@@ -812,9 +836,9 @@ def fail(queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str) 
         "token": run.token,
     }
     stage = {"stage": kept.pop("stage")} if "stage" in kept else {}
-    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | stage | kept)[1:]}'.encode()
-    line = f"dead {facts} reason={failure.reason} {about}"
-    return Settlement(run.token, queue.bury(run.token, envelope), line)
+    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | stage | kept)[1:]}'
+    step = queue.bury(run.token, envelope.encode())
+    return Settlement(run.token, step, f"dead {facts} reason={failure.reason} {about}")
 
 
 def describe(error: BaseException) -> str:
@@ -829,8 +853,9 @@ def describe(error: BaseException) -> str:
         trace = trace.tb_next
     if trace is not None:
         code = trace.tb_frame.f_code
-        where = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
-    return printable(f"{name}: {text}" if text else name, ERROR - len(where)) + printable(where)
+        file = os.path.basename(code.co_filename)
+        where = printable(f" ({file}:{trace.tb_lineno} in {code.co_name})", ERROR // 2)
+    return printable(f"{name}: {text}" if text else name, ERROR - len(where)) + where
 
 
 def word(value: object) -> str:
@@ -847,11 +872,9 @@ REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
 
 
 def emit(fd: int, line: str) -> None:
-    try:
+    with suppress(OSError, ValueError):
         if select.select([], [fd], [], 0)[1]:
             os.write(fd, line.encode(errors="backslashreplace") + b"\n")
-    except (OSError, ValueError):
-        pass
 
 
 def log(line: str) -> None:
@@ -861,25 +884,25 @@ def log(line: str) -> None:
 def announce(line: str, folder: Path) -> None:
     """Prints the line of a re-queue and appends it to requeue.out, if `folder` exists.
 
-    If stdout is that file, it is written once.
+    If stdout is that very file, it is written once.
     """
     emit(1, line)
-    try:
+    with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         fd = os.open(folder / "requeue.out", flags, 0o644)
-    except OSError:
-        return
-    try:
-        there = os.fstat(fd)
         try:
-            here = os.fstat(1)
-            same = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-        except OSError:  # stdout is closed
-            same = False
-        if not same and there.st_size < REQUEUE_OUT_BYTES:
-            emit(fd, line)
-    finally:
-        os.close(fd)
+            size = os.fstat(fd).st_size
+            if size < REQUEUE_OUT_BYTES and not is_stdout(fd):
+                emit(fd, line)
+        finally:
+            os.close(fd)
+
+
+def is_stdout(fd: int) -> bool:
+    try:
+        return os.path.sameopenfile(fd, 1)
+    except OSError:  # stdout is closed
+        return False
 
 
 # ── What a hand and its foreman tell each other ───────────────────────────────────────────────
@@ -893,7 +916,8 @@ class Slot:
     """One hand's piece of the shared memory: seven integers of 8 bytes, and a note.
 
     TOKEN is what it runs, SINCE when the handler began (0: not in the handler), PROGRESS the last
-    sign of life, both in ns of the monotonic clock, which all processes of a machine share.
+    sign of life, both in ns of the monotonic clock, which all processes of a machine share. The
+    note says why Redis does not answer, or why the hand left.
     """
 
     SIZE = 1024
@@ -920,6 +944,11 @@ class Slot:
 
 # ── The hand ──────────────────────────────────────────────────────────────────────────────────
 
+IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may raise in a hand
+RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
+TICK = 0.0 if sys.platform == "linux" else 1.0  # how often a hand looks for its foreman itself
+T = TypeVar("T")
+
 
 class TimeLimitExceeded(TimeoutError):
     """The handler ran past --time-limit; raised inside it."""
@@ -935,16 +964,6 @@ class Stop(BaseException):
 
 class Repair(Exception):
     """Redis answers, but a person has to repair something."""
-
-
-IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may interrupt a hand
-
-
-IDLE, HELD, HANDLER = "idle", "held", "handler"  # what a hand is in, where a signal may raise
-NOTHING = (None, -1, 1)  # an exchange that claimed nothing
-RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
-TICK = 0.0 if sys.platform == "linux" else 1.0  # how often a hand looks for its foreman itself
-T = TypeVar("T")
 
 
 class Running:
@@ -986,9 +1005,278 @@ class Running:
         kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(run.first_ms)
         text = Message(message.text, message.attempts, seen, kept).encode()
         step = hand.queue.checkpoint(run.token, hand.settings.lease, text)
-        if hand.insist(lambda: hand.queue.do(step)) == [b"stale"]:
+        if hand.insist(partial(hand.queue.do, step)) == [b"stale"]:
             raise LeaseLost(f"run {run.token} has been taken over")
         hand.run = run._replace(raw=text)
+
+
+class Hand:
+    """The process that runs the handler: claim, process, settle, over and over."""
+
+    def __init__(self, settings: Settings, slot: Slot, foreman: int, tombs: int) -> None:
+        self.settings, self.slot, self.foreman, self.tombs = settings, slot, foreman, tombs
+        self.pid = os.getpid()
+        self.name = f"{settings.name}/{self.pid}"
+        self.queue = Queue(settings.redis, settings.queue)
+        self.leaving = self.timed_out = False
+        self.guard: str | None = None
+        self.deadline = 0.0
+        self.prefer = "fresh"
+        self.follow_ups: list[bytes] = []
+        self.sentinel = os.open(os.devnull, os.O_RDONLY)
+        self.signals = {
+            signal.SIGTERM: self.on_stop,
+            signal.SIGINT: self.on_stop,
+            signal.SIGALRM: self.on_alarm,
+        }
+
+    def main(self) -> NoReturn:
+        """Runs until told to stop, and leaves by `os._exit`: no exit hook of anyone runs."""
+        status = 0
+        try:
+            die_with(self.foreman)
+            self.mend_signals()
+            self.leaving = self.slot.words[ORDER] != 0  # told before it could listen
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.register_at_fork(after_in_child=self.disown)
+            self.load_handler()
+            last = None
+            while (run := self.next_run(last)) is not None:
+                last = self.attempt(run)
+        except Stop:
+            pass
+        except Repair as error:
+            self.verdict(2, str(error))
+        except BaseException:  # a bug of ours; status 1 tells the foreman
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        with suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)
+
+    def verdict(self, code: int, note: str = "") -> None:
+        self.slot.note = note
+        self.slot.words[VERDICT] = code
+
+    # Claim and settle ────────────────────────────────────────────────────────────────────────
+
+    def next_run(self, last: Settlement | None) -> Run | None:
+        """Settles the last run and returns the next; None if this hand is to leave."""
+        while True:
+            claim, last = self.exchange(last), None
+            if self.leaving:
+                if claim.run:
+                    release = self.queue.release(claim.run.token)
+                    self.insist(partial(self.queue.do, release), held=True)
+                return None
+            if claim.run:
+                return claim.run
+            if self.settings.burst and claim.left == 0:
+                self.verdict(DRAINED)
+                return None
+            self.idle(claim)
+
+    def exchange(self, last: Settlement | None) -> Claim:
+        """Settles the last run, if any, and claims the next, if not leaving: one round trip."""
+        steps = [last.step] if last else []
+        if not self.leaving:
+            self.prefer = "fresh" if self.prefer == "retry" else "retry"
+            lease, after = self.settings.lease, last.token if last else ""
+            steps.append(self.queue.claim(self.name, lease, self.prefer, after))
+        try:
+            replies = self.queue.do(*steps)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+        except Fault as error:
+            return self.recover(last, error)
+        if last:
+            self.settled(last, replies.pop(0))
+        self.slot.words[PROGRESS] = time.monotonic_ns()
+        return Claim.of(replies[0]) if replies else Claim()
+
+    def settled(self, last: Settlement, word: bytes, repeated: bool = False) -> None:
+        """Says what became of a run. After a lost reply, `stale` is what success looks like."""
+        self.slot.words[TOKEN] = 0
+        self.slot.words[SETTLED] += 1
+        if word == b"ok" or repeated:
+            last.tell(self.settings, self.tombs)
+        else:
+            log(f"run {last.token} had been taken over after its lease: its result is refused")
+            with suppress(*Fault):
+                self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
+
+    def recover(self, last: Settlement | None, error: Exception) -> Claim:
+        """The same as exchange, one thing at a time, after a fault that hides what happened.
+
+        The settlement is repeated until Redis answers: the handler's result is kept, and the
+        handler is not run again for it. A claim whose reply was lost is found under our name.
+        """
+        queue, lease = self.queue, self.settings.lease
+        if last:
+            [word] = self.insist(partial(queue.do, last.step), error, held=True)
+            self.settled(last, word, repeated=True)
+        if self.leaving:
+            return Claim()
+        for run in self.insist(partial(queue.owned, self.name), error):
+            if self.insist(partial(queue.do, queue.renew(lease, run.token))) == [[]]:
+                return Claim(run)
+        [reply] = self.insist(partial(queue.do, queue.claim(self.name, lease)))
+        return Claim.of(reply)
+
+    def insist(
+        self, action: Callable[[], T], error: Exception | None = None, held: bool = False
+    ) -> T:
+        """Repeats an action until Redis answers, with full jitter between the tries.
+
+        `error` is the fault that led here, if any. `held`: something is being held, so only the
+        end of grace interrupts. Raises Repair for a fault that does not pass, Stop when told to.
+        """
+        tries = 0
+        while True:
+            if error is not None:
+                if not passing(error):
+                    raise Repair(explain(self.queue, error))
+                self.queue.close()
+                if tries:  # the first is a hiccup
+                    self.slot.note = describe(error)
+                    self.nap(draw(tries, RECONNECT_BASE, RECONNECT_CAP), HELD if held else IDLE)
+                tries += 1
+            try:
+                result = action()
+            except Fault as fault:
+                error = fault
+            else:
+                self.slot.note = ""
+                return result
+
+    def idle(self, claim: Claim) -> None:
+        """Waits for the doorbell, or until a retry is due."""
+        wait = BLOCK if claim.wait_ms < 0 else claim.wait_ms / 1000
+        if self.settings.burst:  # what others run may end without a ring
+            wait = min(wait, 0.2)
+        try:
+            self.guard = IDLE
+            if self.leaving:
+                raise Stop
+            self.queue.ring(wait)
+        except Fault as error:
+            self.queue.close()
+            if not passing(error):
+                raise Repair(explain(self.queue, error)) from None
+            time.sleep(draw(0, min(wait, 1.0)))  # a full Redis refuses BLMOVE, but not a claim
+        finally:
+            self.guard = None
+
+    def nap(self, seconds: float, guard: str) -> None:
+        before, self.guard = self.guard, self.guard or guard
+        try:
+            if self.leaving and self.guard == IDLE:
+                raise Stop
+            time.sleep(seconds)
+        finally:
+            self.guard = before
+
+    # Run ─────────────────────────────────────────────────────────────────────────────────────
+
+    def attempt(self, run: Run) -> Settlement:
+        """Runs the handler once and decides how the run ends."""
+        self.run, self.follow_ups = run, []
+        words = self.slot.words
+        words[SINCE], words[TOKEN] = time.monotonic_ns(), run.token
+        try:
+            failure = self.call(load(run.raw))
+        except Undecodable:
+            failure = Failure("", fatal=True)  # settle_failure finds out the same and says it
+        words[SINCE] = 0
+        if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
+            os._exit(0)
+        self.mend_signals()
+        self.mend_descriptors()
+        if failure is None:
+            return Settlement(run.token, self.queue.done(run.token, *self.follow_ups))
+        if words[ORDER] == NOW:
+            step = self.queue.release(run.token)
+            return Settlement(run.token, step, f"released token={run.token}: stopped in mid-run")
+        return settle_failure(self.queue, self.settings.policy, self.run, failure, self.name)
+
+    def call(self, message: dict[str, Any]) -> Failure | None:
+        """Calls the handler under the time limit; a Failure if it raised, whatever it raised."""
+        limit, self.timed_out = self.settings.time_limit, False
+        try:
+            try:
+                self.guard, self.deadline = HANDLER, time.monotonic() + limit
+                signal.setitimer(signal.ITIMER_REAL, min(limit, TICK or limit), TICK)
+                result = self.process(message, *self.extra)
+                if result is not None and inspect.isawaitable(result):
+                    asyncio.run(finish(result))
+            finally:
+                self.guard = None
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:
+            if self.timed_out:
+                return Failure(describe(error), "timed_out")
+            verdict = self.settings.policy.verdict(error)
+            if verdict.action == "give up":
+                return Failure(describe(error), "permanent", fatal=True)
+            return Failure(describe(error), not_before=verdict.not_before)
+        return None
+
+    def load_handler(self) -> None:
+        """Imports the handler, here in the hand, so that a new hand has the new code."""
+        settings = self.settings
+        try:
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            sys.path.insert(0, str(settings.handler_dir))
+            found: Any = importlib.import_module(settings.module)
+            for part in settings.function.split("."):
+                found = getattr(found, part)
+            parameters = inspect.signature(found).parameters
+        except Stop:
+            raise
+        except BaseException as error:
+            self.verdict(3, f"cannot load the handler {settings.handler}: {describe(error)}")
+            raise Stop from None
+        self.process: Callable[..., Any] = found
+        self.extra = (Running(self),) if "run" in parameters else ()
+
+    # Signals ─────────────────────────────────────────────────────────────────────────────────
+
+    def on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.leaving = True
+        if self.guard == IDLE:
+            raise Stop
+
+    def on_alarm(self, number: int, frame: FrameType | None) -> None:
+        """The time limit, the end of grace, or (where the kernel does not do it) a dead foreman."""
+        if os.getppid() != self.foreman:
+            os._exit(1)
+        if self.slot.words[ORDER] == NOW:
+            self.leaving = True
+            if self.guard is not None:
+                raise Stop
+        elif self.guard == HANDLER and not self.timed_out and time.monotonic() >= self.deadline:
+            self.timed_out = True
+            raise TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
+
+    def mend_signals(self) -> None:
+        """Sets our signal handlers; a handler may have set its own."""
+        for number, ours in self.signals.items():
+            if signal.getsignal(number) is not ours:
+                signal.signal(number, ours)
+
+    def mend_descriptors(self) -> None:
+        """After a handler that closed all files: settle on a new connection, then be replaced."""
+        try:
+            os.fstat(self.sentinel)
+        except OSError:
+            self.queue.close()
+            self.leaving = True
+
+    def disown(self) -> None:
+        """Runs in a child that the handler forks: it gets none of our signal handlers."""
+        for number in self.signals:
+            signal.signal(number, signal.SIG_DFL)
 
 
 async def finish(result: Awaitable[Any]) -> None:
@@ -1005,297 +1293,13 @@ def die_with(foreman: int) -> None:
         os._exit(1)
 
 
-class Hand:
-    """The process that runs the handler: claim, process, settle, over and over."""
-
-    def __init__(self, settings: Settings, slot: Slot, foreman: int, chatty: bool) -> None:
-        self.settings, self.slot, self.foreman, self.chatty = settings, slot, foreman, chatty
-        self.pid = os.getpid()
-        self.name = f"{settings.name}/{self.pid}"
-        self.queue = Queue(settings.redis, settings.queue)
-        self.stopping = self.timed_out = self.worn = False
-        self.guard: str | None = None
-        self.deadline = 0.0
-        self.prefer = "fresh"
-        self.follow_ups: list[bytes] = []
-        self.signals = {
-            signal.SIGTERM: self.on_stop,
-            signal.SIGINT: self.on_stop,
-            signal.SIGALRM: self.on_alarm,
-        }
-
-    def main(self) -> NoReturn:
-        """Runs until told to stop, and leaves by `os._exit`: no exit hook of anyone runs."""
-        status = 0
-        try:
-            self.set_signals()
-            self.stopping = self.slot.words[ORDER] != 0  # told before it could listen
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends the foreman
-            os.register_at_fork(after_in_child=self.disown)
-            die_with(self.foreman)
-            self.sentinel = os.open(os.devnull, os.O_RDONLY)
-            self.load_handler()
-            self.loop()
-        except Stop:
-            pass
-        except Repair as error:
-            self.verdict(2, str(error))
-        except BaseException:  # a bug of ours; status 1 tells the foreman
-            sys.excepthook(*sys.exc_info())
-            status = 1
-        with suppress(BaseException):
-            sys.stdout.flush()
-        os._exit(status)
-
-    def loop(self) -> None:
-        last = None
-        while (run := self.next_run(last)) is not None:
-            last = self.attempt(run)
-
-    # Claim and settle ────────────────────────────────────────────────────────────────────────
-
-    def next_run(self, last: Settlement | None) -> Run | None:
-        """Settles the last run and returns the next; None if this hand is to leave."""
-        while True:
-            run, wait, left = self.exchange(last)
-            last = None
-            if self.stopping or self.worn:
-                if run is not None:
-                    release = self.queue.release(run.token)
-                    self.insist(partial(self.queue.do, release))
-                return None
-            if run is not None:
-                return run
-            if self.settings.burst and left == 0:
-                self.verdict(DRAINED)
-                return None
-            self.idle(BLOCK if wait < 0 else wait / 1000, left)
-
-    def exchange(self, last: Settlement | None) -> tuple[Run | None, int, int]:
-        """Settles and claims in one round trip: (run or None, ms until a retry is due, left)."""
-        steps = [last.step] if last else []
-        if not (self.stopping or self.worn):
-            self.prefer = "fresh" if self.prefer == "retry" else "retry"
-            after = last.token if last else ""
-            claim = self.queue.claim(self.name, self.settings.lease, self.prefer, after)
-            steps.append(claim)
-        try:
-            replies = self.queue.do(*steps) if steps else []
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
-        except Fault as error:
-            return self.recover(last, error)
-        if last:
-            self.settled(last, replies[0])
-        self.slot.words[PROGRESS] = time.monotonic_ns()
-        return self.claimed(replies[-1]) if len(replies) > len([last] if last else []) else NOTHING
-
-    def claimed(self, reply: list[Any]) -> tuple[Run | None, int, int]:
-        if reply[0] == b"run":
-            return Run.of(reply), 0, 1
-        return None, int(reply[1]), int(reply[2])
-
-    def settled(self, last: Settlement, word: bytes, repeated: bool = False) -> None:
-        """Says what became of a run. After a lost reply, `stale` is what success looks like."""
-        self.slot.words[TOKEN] = 0
-        self.slot.words[SETTLED] += 1
-        if word == b"stale" and not repeated:
-            log(f"run {last.token} had been taken over after its lease: its result is refused")
-        elif last.requeued:
-            announce(last.line, self.settings.qr_dir)
-        elif last.line:
-            log(last.line)
-
-    def recover(self, last: Settlement | None, error: Exception) -> tuple[Run | None, int, int]:
-        """The same as exchange, one thing at a time, after a fault that hides what happened.
-
-        The settlement is repeated until Redis answers: the handler's result is kept, and the
-        handler is not run again for it. A claim whose reply was lost is found under our name.
-        """
-        queue, lease = self.queue, self.settings.lease
-        if last:
-            [word] = self.insist(lambda: queue.do(last.step), error, held=True)
-            self.settled(last, word, repeated=True)
-        if self.stopping or self.worn:
-            return NOTHING
-        for run in self.insist(lambda: queue.owned(self.name), error):
-            renew = queue.renew(lease, run.token)
-            if self.insist(partial(queue.do, renew)) == [[]]:
-                return run, 0, 1
-        [reply] = self.insist(lambda: queue.do(queue.claim(self.name, lease)))
-        return self.claimed(reply)
-
-    def insist(
-        self, action: Callable[[], T], error: Exception | None = None, held: bool = False
-    ) -> T:
-        """Repeats an action until Redis answers, with full jitter between the tries.
-
-        `error` is the fault that led here, if any. `held`: a result is being held, so only the end
-        of grace interrupts. Raises Repair for a fault that does not pass, Stop when told to.
-        """
-        attempt = 0
-        while True:
-            if error is not None:
-                if not passing(error):
-                    raise Repair(explain(self.queue, error))
-                self.queue.close()
-                if attempt:  # once is a hiccup
-                    self.slot.note = describe(error)
-                    self.nap(draw(attempt, RECONNECT_BASE, RECONNECT_CAP), held)
-                attempt += 1
-            try:
-                result = action()
-            except Fault as fault:
-                error = fault
-            else:
-                self.slot.note = ""
-                return result
-
-    def idle(self, seconds: float, left: int) -> None:
-        """Waits for the doorbell; `left` messages run or retry, which --burst waits for."""
-        if self.settings.burst and left:
-            seconds = min(seconds, 0.2)
-        try:
-            self.guard = IDLE
-            if self.stopping:
-                raise Stop
-            self.queue.ring(seconds)
-        except Fault as error:  # a full Redis refuses BLMOVE, yet due retries can be claimed
-            if not passing(error):
-                raise Repair(explain(self.queue, error)) from None
-            self.queue.close()
-            time.sleep(draw(0, min(seconds, 1.0)))
-        finally:
-            self.guard = None
-
-    def nap(self, seconds: float, held: bool) -> None:
-        before, self.guard = self.guard, self.guard or (HELD if held else IDLE)
-        try:
-            if self.stopping and self.guard == IDLE:
-                raise Stop
-            time.sleep(seconds)
-        finally:
-            self.guard = before
-
-    # Run ─────────────────────────────────────────────────────────────────────────────────────
-
-    def attempt(self, run: Run) -> Settlement:
-        """Runs the handler once and decides how the run ends. Raises Stop if it is interrupted."""
-        self.run, self.follow_ups = run, []
-        self.slot.words[SINCE] = time.monotonic_ns()
-        self.slot.words[TOKEN] = run.token
-        try:
-            failure = self.call(load(run.raw))
-        except Undecodable:
-            failure = Failure("", fatal=True)  # `fail` finds out the same and says it
-        self.slot.words[SINCE] = 0
-        if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
-            os._exit(0)
-        self.check_health()
-        if failure is None:
-            return Settlement(run.token, self.queue.done(run.token, *self.follow_ups))
-        if self.slot.words[ORDER] == NOW:
-            step = self.queue.release(run.token)
-            return Settlement(run.token, step, f"released token={run.token}: stopped in mid-run")
-        return fail(self.queue, self.settings.policy, self.run, failure, self.name)
-
-    def call(self, message: dict[str, Any]) -> Failure | None:
-        """Calls the handler under the time limit; a Failure if it raised, whatever it raised."""
-        limit, self.timed_out = self.settings.time_limit, False
-        try:
-            try:
-                self.guard, self.deadline = HANDLER, time.monotonic() + limit
-                signal.setitimer(signal.ITIMER_REAL, TICK or limit, TICK)
-                result = self.process(message, *self.extra)
-                if result is not None and inspect.isawaitable(result):
-                    asyncio.run(finish(result))
-            finally:
-                self.guard = None
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except BaseException as error:
-            if self.timed_out:
-                return Failure(describe(error), "timed_out")
-            verdict = self.settings.policy.verdict(error)
-            if verdict.action == "give up":
-                return Failure(describe(error), "permanent", fatal=True)
-            return Failure(describe(error), not_before=verdict.not_before)
-        return None
-
-    def check_health(self) -> None:
-        """Repairs what a handler may have broken: our signal handlers, our file descriptors."""
-        for number, handler in self.signals.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        try:
-            os.fstat(self.sentinel)
-        except OSError:  # it closed all descriptors: settle on a new connection, then be replaced
-            self.queue.close()
-            self.worn = True
-
-    def load_handler(self) -> None:
-        """Imports the handler, here in the hand, so that a new hand has the new code."""
-        settings = self.settings
-        try:
-            sys.path.insert(0, str(settings.handler_dir))
-            found: Any = importlib.import_module(settings.module)
-            for part in settings.function.split("."):
-                found = getattr(found, part)
-            self.process: Callable[..., Any] = found
-            if not callable(self.process):
-                raise TypeError(f"{settings.function} is not callable")
-            parameters = inspect.signature(self.process).parameters
-        except Stop:
-            raise
-        except BaseException as error:
-            text = f"cannot load the handler {settings.handler}: {describe(error)}; nothing claimed"
-            self.verdict(3, text)
-            raise Stop from None
-        self.extra = (Running(self),) if "run" in parameters else ()
-        if self.chatty:
-            log(f"handler {settings.handler}")
-
-    # Signals ─────────────────────────────────────────────────────────────────────────────────
-
-    def on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stopping = True
-        if self.guard == IDLE:
-            raise Stop
-
-    def on_alarm(self, number: int, frame: FrameType | None) -> None:
-        """The time limit, the end of grace, or (where the kernel does not do it) a dead foreman."""
-        if os.getppid() != self.foreman:
-            os._exit(1)
-        if self.slot.words[ORDER] == NOW:
-            self.stopping = True
-            if self.guard is not None:
-                raise Stop
-        elif self.guard == HANDLER and not self.timed_out and time.monotonic() >= self.deadline:
-            self.timed_out = True
-            raise TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
-
-    def set_signals(self) -> None:
-        for number, handler in self.signals.items():
-            signal.signal(number, handler)
-
-    def disown(self) -> None:
-        """Runs in a child that the handler forks: it gets none of our signal handlers."""
-        for number in self.signals:
-            signal.signal(number, signal.SIG_DFL)
-
-    def verdict(self, code: int, note: str = "") -> None:
-        self.slot.note = note
-        self.slot.words[VERDICT] = code
-
-
 # ── The foreman ───────────────────────────────────────────────────────────────────────────────
-# The parent does almost nothing, so it almost never fails. It never runs a handler, and imports
-# nothing that the handler needs.
+# The parent does almost nothing, so it almost never fails. It runs no handler and imports nothing
+# that a handler needs.
 
 LOOK = 0.5  # seconds between two looks at the hands
 HURRY = 1.0  # seconds that an interrupted handler has before SIGKILL
-BURST_OF_SIGNALS = 0.5  # seconds in which several signals are one request (`timeout` sends two)
+ONE_REQUEST = 0.5  # seconds in which several signals are one request (`timeout` sends two)
 
 
 @dataclass
@@ -1307,13 +1311,13 @@ class Seat:
     pid: int = 0
     name: str = ""
     killed: str = ""  # why we killed it: "timed_out" or "stopped"
-    falls: int = 0  # deaths in a row before it had settled anything
+    falls: int = 0  # deaths in a row of hands that had not settled anything
     next_fork: float = 0.0
     finished: bool = False
 
 
 class Orphan(NamedTuple):
-    """What a dead hand left in Redis: its runs, one of them (`token`) to be charged."""
+    """What a dead hand left in Redis: its runs, one of them (`token`, or 0) to be charged."""
 
     owner: str
     token: int
@@ -1329,63 +1333,64 @@ class Foreman:
         memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
         self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
         self.orphans: list[Orphan] = []
+        self.watchman = Watchman(settings)
         self.code = 0
-        self.stop_at = self.hurried_at = 0.0
-        self.next_beat = self.last_beat = 0.0
-        self.reclaim_from = 0.0
-        self.fault = ""  # why Redis does not answer us, if it does not
-        self.faults = 0
+        self.stopped_at = self.hurried_at = 0.0
+        self.next_beat = self.reclaim_from = 0.0
+        self.last_beat = time.monotonic()
+        self.fault, self.faults = "", 0  # why Redis does not answer us, and how often in a row
         self.outage = 0.0  # since when people have been told
-        self.wake = -1
 
     def run(self) -> int:
-        """Works until told to stop, or until --burst has drained the queue. Returns exit code."""
+        """Works until told to stop, or until --burst has drained the queue; the exit code."""
         self.set_signals()
-        if not self.greet():
-            return self.code
+        while not self.greet():
+            self.sleep()
+            if self.stopped_at:
+                return self.code
         while True:
             self.reap()
             self.fork_missing()
-            if not any(seat.pid for seat in self.seats):
+            if not any(seat.pid for seat in self.seats) and not self.watchman.busy():
                 break
             self.watch()
             self.beat()
+            self.watchman.tend(self.queue)
             self.report_outage()
-            self.sleep(LOOK)
+            self.sleep()
         self.sign_off()
         return self.code
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
 
     def set_signals(self) -> None:
-        self.wake, write = os.pipe()
-        os.set_blocking(self.wake, False)
-        os.set_blocking(write, False)
-        self.wake_write = write
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda number, frame: None)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            signal.signal(signal.SIGHUP, lambda number, frame: None)
+        self.wake, self.waker = os.pipe()
+        self.tomb, self.tombs = os.pipe()
+        for fd in (self.wake, self.waker, self.tomb, self.tombs):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda number, frame: None)
 
-    def sleep(self, seconds: float) -> None:
-        """Sleeps, `seconds` at most; a signal ends it and takes effect here."""
-        due = self.next_beat - time.monotonic()
-        if not select.select([self.wake], [], [], max(0.0, min(seconds, due)))[0]:
-            return
-        if set(os.read(self.wake, 4096)) - {signal.SIGCHLD}:
-            now = time.monotonic()
-            if not self.stop_at:
+    def sleep(self) -> None:
+        """Sleeps until the next look or beat is due; a signal or a dead letter ends it."""
+        seconds = max(0.0, min(LOOK, self.next_beat - time.monotonic()))
+        ready = select.select([self.wake, self.tomb], [], [], seconds)[0]
+        if self.tomb in ready:
+            self.watchman.note(os.read(self.tomb, 8000))
+            self.next_beat = min(self.next_beat, self.last_beat + LOOK)
+        if self.wake in ready and set(os.read(self.wake, 4096)) - {signal.SIGCHLD}:
+            if not self.stopped_at:
                 self.stop()
-            elif now > self.stopped_at + BURST_OF_SIGNALS:
+            elif time.monotonic() > self.stopped_at + ONE_REQUEST:
                 self.hurry()
 
     def stop(self, code: int = 0) -> None:
         """Asks every hand to finish what it runs, and gives it the grace for that."""
         self.code = self.code or code
-        if not self.stop_at:
+        if not self.stopped_at:
             self.stopped_at = time.monotonic()
-            self.stop_at = self.stopped_at + self.settings.grace
             self.order(FINISH, signal.SIGTERM)
 
     def hurry(self) -> None:
@@ -1393,6 +1398,7 @@ class Foreman:
         if not self.hurried_at:
             self.hurried_at = time.monotonic()
             self.order(NOW, signal.SIGALRM)
+            self.watchman.hurry()
 
     def order(self, order: int, number: int) -> None:
         for seat in self.seats:
@@ -1403,32 +1409,30 @@ class Foreman:
     # Hands ───────────────────────────────────────────────────────────────────────────────────
 
     def fork_missing(self) -> None:
-        now = time.monotonic()
+        now, foreman = time.monotonic(), os.getpid()
         for seat in self.seats:
-            if seat.pid or seat.finished or self.stop_at or now < seat.next_fork:
+            if seat.pid or seat.finished or self.stopped_at or now < seat.next_fork:
                 continue
-            chatty = seat.number == 1 and not seat.name
             seat.slot.clear()
-            foreman = os.getpid()
-            pid = os.fork()
-            if pid == 0:
+            seat.pid = os.fork()
+            if seat.pid == 0:
                 signal.set_wakeup_fd(-1)
-                os.close(self.wake)
-                os.close(self.wake_write)
+                for fd in (self.wake, self.waker, self.tomb):
+                    os.close(fd)
                 self.queue.close()
-                Hand(self.settings, seat.slot, foreman, chatty).main()
-            seat.pid, seat.name, seat.killed = pid, f"{self.settings.name}/{pid}", ""
+                Hand(self.settings, seat.slot, foreman, self.tombs).main()
+            seat.name, seat.killed = f"{self.settings.name}/{seat.pid}", ""
 
     def watch(self) -> None:
         """Kills the hands that are past their limit, and all of them when the grace is over."""
-        now, limit = time.monotonic(), self.settings.time_limit + self.settings.grace
-        if self.stop_at and now >= self.stop_at:
+        now, grace = time.monotonic(), self.settings.grace
+        if self.stopped_at and now >= self.stopped_at + grace:
             self.hurry()
         for seat in self.seats:
             since = seat.slot.words[SINCE] / 1e9
-            if seat.pid and self.hurried_at and now > self.hurried_at + HURRY:
+            if self.hurried_at and now > self.hurried_at + HURRY:
                 seat.killed = "stopped"
-            elif seat.pid and since and now > since + limit:
+            elif since and now > since + self.settings.time_limit + grace:
                 seat.killed = "timed_out"
             if seat.pid and seat.killed:
                 os.kill(seat.pid, signal.SIGKILL)
@@ -1446,11 +1450,12 @@ class Foreman:
         words, note = seat.slot.words, seat.slot.note
         token, verdict = words[TOKEN], words[VERDICT]
         seat.falls = 0 if words[SETTLED] or token or code == 0 else seat.falls + 1
-        seat.next_fork = time.monotonic() + (ceiling(seat.falls, 0.1, 5.0) if seat.falls else 0)
+        pause = ceiling(seat.falls - 1, 0.1, 5.0) if seat.falls else 0.0
+        seat.next_fork = time.monotonic() + pause
         if verdict == DRAINED:
             seat.finished = True
         elif verdict:
-            if note and not self.stop_at:
+            if not self.stopped_at:
                 log(note)
             self.stop(verdict)
         if code == 0 and not token:
@@ -1462,7 +1467,7 @@ class Foreman:
             failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
         if verdict or seat.killed == "stopped":
             token = 0
-        if not seat.killed or token:
+        else:
             log(failure.error)
         self.orphans.append(Orphan(seat.name, token, failure))
         self.next_beat = 0.0
@@ -1470,29 +1475,24 @@ class Foreman:
     # Redis ───────────────────────────────────────────────────────────────────────────────────
 
     def greet(self) -> bool:
-        """Waits for Redis, checks what it is and whether we may work there; False: leave."""
-        while not self.stop_at:
-            try:
-                refusal, lines, uptime = inspect_server(self.queue)
-            except Fault as error:
-                if not passing(error):
-                    refusal = explain(self.queue, error)
-                else:
-                    self.failed(error)
-                    self.report_outage()
-                    self.sleep(max(0.0, self.next_beat - time.monotonic()))
-                    continue
-            if refusal:
-                log(f"{refusal}; nothing claimed")
-                self.code = 2
-                return False
-            for line in lines:
-                log(line)
-            self.fault, self.faults, self.next_beat = "", 0, 0.0
+        """Checks what Redis is and whether we may work there; False if it has to be asked again."""
+        try:
+            refusal, lines, uptime = inspect_server(self.queue)
+        except Fault as error:
+            self.failed(error)
             self.report_outage()
-            self.reclaim_from = time.monotonic() + max(0.0, self.settings.lease - uptime)
-            return True
-        return False
+            return False
+        if refusal:
+            log(f"{refusal}; nothing claimed")
+            self.stop(2)
+            return False
+        for line in lines:
+            log(line)
+        log(f"handler {self.settings.handler}")
+        self.answered()
+        self.report_outage()
+        self.reclaim_from = time.monotonic() + max(0.0, self.settings.lease - uptime)
+        return True
 
     def beat(self) -> None:
         """Renews, settles what dead hands left, takes over what has expired, notes progress."""
@@ -1503,34 +1503,38 @@ class Foreman:
         try:
             tokens = [token for seat in self.seats if (token := seat.slot.words[TOKEN])]
             steps = [queue.renew(lease, *tokens[i : i + 100]) for i in range(0, len(tokens), 100)]
-            for reply in queue.do(*steps, queue.beat(self.progress())):
+            *replies, dead = queue.do(*steps, queue.beat(self.progress()))
+            for reply in (*replies, dead):
                 if isinstance(reply, Exception):
                     raise reply
-            if self.fault:
-                self.fault, self.faults = "", 0
-                self.reclaim_from = now + lease  # others renew first, too
+            if self.fault or now > self.last_beat + lease:  # others were away: they renew first
+                self.reclaim_from = now + lease
             while self.orphans:
                 self.settle(self.orphans[0])
                 self.orphans.pop(0)
-            done = now < self.reclaim_from or self.reclaim()
+            finished = now < self.reclaim_from or self.reclaim()
+            self.watchman.warn(queue, dead)
         except Fault as error:
             self.failed(error)
         else:
+            self.answered()
             self.last_beat = now
-            self.next_beat = now + (lease / 3 if done else 0.0)
+            self.next_beat = now + (lease / 3 if finished else 0.0)
+
+    def answered(self) -> None:
+        self.fault, self.faults, self.next_beat = "", 0, 0.0
 
     def failed(self, error: Exception) -> None:
         """Takes note of a fault of Redis; the next try is soon, with full jitter."""
         self.queue.close()
+        self.next_beat = time.monotonic() + draw(self.faults, RECONNECT_BASE, RECONNECT_CAP)
+        self.faults += 1
         if passing(error):
             self.fault = describe(error)
-            self.next_beat = time.monotonic() + draw(self.faults, RECONNECT_BASE, RECONNECT_CAP)
-            self.faults += 1
         else:
-            if not self.stop_at:
+            if not self.stopped_at:
                 log(explain(self.queue, error))
             self.stop(2)
-            self.next_beat = time.monotonic() + 1
 
     def settle(self, orphan: Orphan) -> None:
         """Charges the message that a dead hand ran, and releases what it had only claimed."""
@@ -1541,23 +1545,20 @@ class Foreman:
                 self.queue.do(self.queue.release(run.token))
 
     def charge(self, run: Run, failure: Failure, worker: str) -> None:
-        last = fail(self.queue, self.settings.policy, run, failure, worker)
+        last = settle_failure(self.queue, self.settings.policy, run, failure, worker)
         if self.queue.do(last.step) == [b"ok"]:
-            if last.requeued:
-                announce(last.line, self.settings.qr_dir)
-            else:
-                log(last.line)
+            last.tell(self.settings, self.tombs)
 
     def reclaim(self) -> bool:
         """Takes over expired runs for a fraction of a second; False if there may be more."""
         until = time.monotonic() + LOOK / 2
         while time.monotonic() < until:
             [reply] = self.queue.do(self.queue.reclaim(self.settings.name, self.settings.lease))
-            if reply[0] != b"run":
+            run = Claim.of(reply).run
+            if run is None:
                 if reply[0] == b"drift" and (count := self.queue.adopt(self.settings.lease)):
                     log(f"{count} running messages had no lease: they got one")
                 return True
-            run = Run.of(reply)
             text = f"WorkerDied: the lease of {run.owner or 'nobody'} ended without a renewal"
             self.charge(run, Failure(text, "worker_died"), run.owner)
         return False
@@ -1577,7 +1578,7 @@ class Foreman:
         fault = next(filter(None, [self.fault, *notes]), "")
         if fault and not self.outage:
             self.outage = time.monotonic()
-            log(f"Redis does not answer: {fault}; nothing is lost, trying again until it does")
+            log(f"Redis does not answer: {fault}; nothing is lost, trying until it does")
         elif not fault and self.outage:
             log(f"Redis answers again, after {time.monotonic() - self.outage:.1f} s")
             self.outage = 0.0
@@ -1588,9 +1589,117 @@ class Foreman:
             if not self.fault:
                 while self.orphans:
                     self.settle(self.orphans.pop())
+                self.watchman.warn(self.queue, self.queue.command("LLEN", self.queue.names.dlq))
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
         except Fault as error:
             log(f"leaving without Redis ({describe(error)}): leases will end by themselves")
+
+
+# ── Never forgotten ───────────────────────────────────────────────────────────────────────────
+
+HOOK_LIMIT = 30.0  # seconds for one run of the --on-dead-letter command
+HOOK_BACKLOG = 1000  # dead letters that may wait for it, and how deep they are looked for
+
+
+class Watchman:
+    """Warns of dead letters, and runs the --on-dead-letter command: one at a time, in the foreman.
+
+    The hands tell him the tokens of what they bury. Whatever the command does, the message is in
+    the dead letter queue already, and stays there.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.command, self.threshold = settings.on_dead_letter, settings.dlq_alert
+        self.alert_at = self.threshold
+        self.tokens: list[int] = []
+        self.running: subprocess.Popen[bytes] | None = None
+        self.kill_at = 0.0
+
+    def note(self, tokens: bytes) -> None:
+        """Takes the tokens of dead letters, 8 bytes each."""
+        if self.command:
+            each = range(0, len(tokens), 8)
+            self.tokens += [int.from_bytes(tokens[i : i + 8], "little") for i in each]
+            if (late := len(self.tokens) - HOOK_BACKLOG) > 0:
+                log(f"--on-dead-letter falls behind: not run for {late} dead letters")
+                del self.tokens[:late]
+
+    def warn(self, queue: Queue, depth: int) -> None:
+        """Says how many dead letters there are: at the threshold and whenever they double."""
+        if depth < self.threshold:
+            self.alert_at = self.threshold
+        if depth < self.alert_at:
+            return
+        while self.alert_at <= depth:
+            self.alert_at *= 2
+        age, oldest = "", queue.command("LINDEX", queue.names.dlq, -1)
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # an entry made by hand
+            failed = datetime.fromisoformat(load(oldest)["failed_at"])
+            age = f", the oldest for {span(queue.now_ms() / 1000 - failed.timestamp())}"
+        log(f"warning: {depth} dead letters in {queue.names.dlq}{age}: see python replay.py --list")
+
+    def tend(self, queue: Queue) -> None:
+        """Looks after the command: ends it when it takes too long, starts it for the next one."""
+        if self.running and self.running.poll() is None and time.monotonic() < self.kill_at:
+            return
+        if self.running:
+            if self.running.returncode is None:
+                log(f"--on-dead-letter ran longer than {HOOK_LIMIT:g} s: killed")
+                self.kill()
+            elif self.running.returncode:
+                log(f"--on-dead-letter exited with {self.running.returncode}")
+            self.running = None
+        with suppress(*Fault):  # then later
+            while self.tokens and not self.running:
+                envelope = self.find(queue, self.tokens[0])
+                self.tokens.pop(0)
+                if envelope:
+                    self.start(envelope)
+
+    def find(self, queue: Queue, token: int) -> bytes | None:
+        """Finds the envelope of a token among the newest; None if it is not there any more."""
+        for start in range(0, HOOK_BACKLOG, 100):
+            page = queue.command("LRANGE", queue.names.dlq, start, start + 99)
+            for envelope in page:
+                if b'"token": %d,' % token in envelope:
+                    return bytes(envelope)
+        return None
+
+    def start(self, envelope: bytes) -> None:
+        try:
+            with tempfile.TemporaryFile() as file:  # a pipe could make us wait for the reader
+                file.write(envelope + b"\n")
+                file.seek(0)
+                self.running = subprocess.Popen(
+                    str(self.command), shell=True, stdin=file, start_new_session=True
+                )
+            self.kill_at = time.monotonic() + HOOK_LIMIT
+        except OSError as error:
+            log(f"--on-dead-letter cannot be run: {describe(error)}")
+
+    def kill(self) -> None:
+        if self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait()
+
+    def hurry(self) -> None:
+        self.tokens.clear()
+        self.kill()
+
+    def busy(self) -> bool:
+        return bool(self.running or self.tokens)
+
+
+def span(seconds: float) -> str:
+    """A duration for people: 45 s, 12 min, 3.5 h, 2.0 d."""
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds // 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────
 
 
 def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
@@ -1646,9 +1755,6 @@ def explain(queue: Queue, error: Exception) -> str:
     return f"Redis refuses: {text}: repair that, then start the worker again"
 
 
-# ── The command ───────────────────────────────────────────────────────────────────────────────
-
-
 def seconds(text: str) -> float:
     try:
         value = float(text)
@@ -1694,6 +1800,12 @@ def process_name(text: str) -> str:
     return text
 
 
+def command_line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a shell command is needed")
+    return text
+
+
 def class_names(text: str) -> frozenset[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) for name in names):
@@ -1733,6 +1845,10 @@ OPTIONS = (
     Option("cap", "30", seconds, "SECONDS", "the most that any retry waits by the schedule"),
     Option("retry-after-cap", "900", seconds, "SECONDS", "the most of a Retry-After obeyed"),
     Option("permanent", None, class_names, "NAME[,NAME]", "exceptions that no retry can cure"),
+    Option("dlq-alert", "1", count, "N",
+           "dead letters from which on the log warns, and again whenever they double"),
+    Option("on-dead-letter", None, command_line, "COMMAND",
+           "a shell command run for each dead letter, the envelope on its stdin"),
 )  # fmt: skip
 
 EPILOG = """\
@@ -1763,6 +1879,8 @@ class Settings:
     grace: float
     policy: Policy
     burst: bool
+    dlq_alert: int
+    on_dead_letter: str | None
     qr_dir: Path  # absolute: a handler may change the working directory
     handler_dir: Path
     module: str
@@ -1829,6 +1947,8 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         grace=values["grace"],
         policy=policy,
         burst=values["burst"],
+        dlq_alert=values["dlq_alert"],
+        on_dead_letter=values["on_dead_letter"],
         qr_dir=Path(folders["QR_DIR"]).absolute(),
         handler_dir=handler_dir,
         module=module,

@@ -150,7 +150,7 @@ def members(text: str) -> tuple[str, list[tuple[str, Any, str, str]], str]:
 
 
 def is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**53
 
 
 def is_date(value: object) -> bool:
@@ -276,9 +276,9 @@ def revive(envelope: bytes) -> bytes:
         return raw
     kept = {"history": facts.get("history", []), "replays": facts.get("replays", 0)}
     kept = message.kept | (kept if is_kept(kept) else {"replays": 0})
-    kept["replays"] += 1
-    attempts, earlier = facts.get("attempts"), facts.get("earlier_attempts", 0)
-    kept["earlier_attempts"] = sum(n for n in (attempts, earlier) if is_count(n))
+    counts = [n for n in (facts.get("attempts"), facts.get("earlier_attempts")) if is_count(n)]
+    kept["earlier_attempts"] = min(sum(counts), 2**53 - 1)
+    kept["replays"] = min(kept["replays"] + 1, 2**53 - 1)
     if "stage" in facts:
         kept["stage"] = facts["stage"]
     seen = facts.get("first_seen_at")
@@ -323,7 +323,7 @@ class Script:
 #         idle, ms until the next retry is due or -1, messages running or retrying
 #         unsettled
 # A token is the server's time in microseconds, or one more than the last if that is greater: it
-# rises even if the fence key is lost or Redis comes back with older data.
+# rises even if the fence key is lost or garbage, or Redis comes back with older data.
 CLAIM = Script("claim", "running leases retry waiting next fence", """
 local running, leases, retry, waiting, nextq, fence = unpack(KEYS)
 if ARGV[4] ~= '' and redis.call('HEXISTS', running, ARGV[4]) == 1 then return {'unsettled'} end
@@ -342,6 +342,7 @@ if not text then
   return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
 end
 local last = tonumber(redis.call('GET', fence)) or 0
+if not (last < 9e15) then last = 0 end
 local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
 redis.call('ZADD', leases, now + ARGV[2], token)
 redis.call('HSET', running, token, ARGV[1] .. ' ' .. now .. ' ' .. text)
@@ -452,6 +453,7 @@ for _, old in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0
     local owner, start, text = string.match(entry, '^(%S*) (%d+) (.*)$')
     if not text then owner, start, text = '', now, entry end
     local last = tonumber(redis.call('GET', fence)) or 0
+    if not (last < 9e15) then last = 0 end
     local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
     redis.call('ZADD', leases, now + ARGV[2], token)
     redis.call('HSET', running, token, ARGV[1] .. ' ' .. start .. ' ' .. text)

@@ -105,6 +105,8 @@ class Names:
 
 HISTORY = 50  # failed runs remembered with a message, the newest
 ERROR = 500  # characters of an error kept
+COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can hold
+KEPT = {"history", "stage", "replays", "earlier_attempts"}  # what `_retry` may hold
 DECODER = json.JSONDecoder()
 BLANK = re.compile(r"[ \t\n\r]*")
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
@@ -150,7 +152,7 @@ def members(text: str) -> tuple[str, list[tuple[str, Any, str, str]], str]:
 
 
 def is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53
+    return type(value) is int and 0 <= value <= COUNT
 
 
 def is_date(value: object) -> bool:
@@ -172,7 +174,7 @@ def is_kept(value: object) -> bool:
         return False
     return (
         isinstance(value, dict)
-        and value.keys() <= {"history", "stage", "replays", "earlier_attempts"}
+        and value.keys() <= KEPT
         and isinstance(history := value.get("history", []), list)
         and all(isinstance(entry, dict) for entry in history)
         and is_count(value.get("replays", 0))
@@ -274,13 +276,11 @@ def revive(envelope: bytes) -> bytes:
         message = Message.parse(raw)
     except Undecodable:
         return raw
-    kept = {"history": facts.get("history", []), "replays": facts.get("replays", 0)}
-    kept = message.kept | (kept if is_kept(kept) else {"replays": 0})
-    counts = [n for n in (facts.get("attempts"), facts.get("earlier_attempts")) if is_count(n)]
-    kept["earlier_attempts"] = min(sum(counts), 2**53 - 1)
-    kept["replays"] = min(kept["replays"] + 1, 2**53 - 1)
-    if "stage" in facts:
-        kept["stage"] = facts["stage"]
+    kept = {name: facts[name] for name in KEPT if name in facts}
+    kept = message.kept | (kept if is_kept(kept) else {})
+    attempts = facts.get("attempts") if is_count(facts.get("attempts")) else 0
+    earlier, replays = kept.get("earlier_attempts", 0) + attempts, kept.get("replays", 0) + 1
+    kept |= {"replays": min(replays, COUNT), "earlier_attempts": min(earlier, COUNT)}
     seen = facts.get("first_seen_at")
     return Message(message.text, 0, seen if is_date(seen) else message.first_seen_at, kept).encode()
 

@@ -46,6 +46,7 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import mmap
 import os
@@ -900,6 +901,15 @@ def announce(line: str, folder: Path) -> None:
             os.close(fd)
 
 
+def fill_standard_files() -> None:
+    """Opens /dev/null where 0, 1 or 2 is closed: else our next file gets the number, and lines."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+
+
 def is_stdout(fd: int) -> bool:
     try:
         return os.path.sameopenfile(fd, 1)
@@ -1038,7 +1048,6 @@ class Hand:
         try:
             die_with(self.foreman)
             self.mend_signals()
-            self.leaving = self.slot.words[ORDER] != 0  # told before it could listen
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.register_at_fork(after_in_child=self.disown)
             self.load_handler()
@@ -1053,7 +1062,7 @@ class Hand:
             sys.excepthook(*sys.exc_info())
             status = 1
         with suppress(BaseException):
-            sys.stdout.flush()
+            sys.stdout.flush()  # it may be closed, full, or None
         os._exit(status)
 
     def verdict(self, code: int, note: str = "") -> None:
@@ -1114,16 +1123,17 @@ class Hand:
         The settlement is repeated until Redis answers: the handler's result is kept, and the
         handler is not run again for it. A claim whose reply was lost is found under our name.
         """
-        queue, lease = self.queue, self.settings.lease
         if last:
-            [word] = self.insist(partial(queue.do, last.step), error, held=True)
+            [word] = self.insist(partial(self.queue.do, last.step), error, held=True)
             self.settled(last, word, repeated=True)
-        if self.leaving:
-            return Claim()
-        for run in self.insist(partial(queue.owned, self.name), error):
-            if self.insist(partial(queue.do, queue.renew(lease, run.token))) == [[]]:
+        return Claim() if self.leaving else self.insist(self.find_or_claim, error)
+
+    def find_or_claim(self) -> Claim:
+        queue, lease = self.queue, self.settings.lease
+        for run in queue.owned(self.name):
+            if queue.do(queue.renew(lease, run.token)) == [[]]:
                 return Claim(run)
-        [reply] = self.insist(partial(queue.do, queue.claim(self.name, lease)))
+        [reply] = queue.do(queue.claim(self.name, lease))
         return Claim.of(reply)
 
     def insist(
@@ -1190,9 +1200,9 @@ class Hand:
             failure = self.call(load(run.raw))
         except Undecodable:
             failure = Failure("", fatal=True)  # settle_failure finds out the same and says it
-        words[SINCE] = 0
         if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
             os._exit(0)
+        words[SINCE] = 0
         self.mend_signals()
         self.mend_descriptors()
         if failure is None:
@@ -1228,7 +1238,8 @@ class Hand:
         """Imports the handler, here in the hand, so that a new hand has the new code."""
         settings = self.settings
         try:
-            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(line_buffering=True)
             sys.path.insert(0, str(settings.handler_dir))
             found: Any = importlib.import_module(settings.module)
             for part in settings.function.split("."):
@@ -1262,16 +1273,19 @@ class Hand:
             raise TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
 
     def mend_signals(self) -> None:
-        """Sets our signal handlers; a handler may have set its own."""
+        """Sets our signal handlers, if a handler has changed them, and hears what was missed."""
         for number, ours in self.signals.items():
             if signal.getsignal(number) is not ours:
                 signal.signal(number, ours)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        self.leaving = self.leaving or self.slot.words[ORDER] != 0
 
     def mend_descriptors(self) -> None:
         """After a handler that closed all files: settle on a new connection, then be replaced."""
         try:
             os.fstat(self.sentinel)
         except OSError:
+            fill_standard_files()
             self.queue.close()
             self.leaving = True
 
@@ -1353,7 +1367,7 @@ class Foreman:
         while True:
             self.reap()
             self.fork_missing()
-            if not any(seat.pid for seat in self.seats) and not self.watchman.busy():
+            if self.is_over():
                 break
             self.watch()
             self.beat()
@@ -1362,6 +1376,10 @@ class Foreman:
             self.sleep()
         self.sign_off()
         return self.code
+
+    def is_over(self) -> bool:
+        over = self.stopped_at or all(seat.finished for seat in self.seats)
+        return bool(over) and not any(seat.pid for seat in self.seats) and not self.watchman.busy()
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
 
@@ -1962,6 +1980,7 @@ def read_settings(argv: list[str] | None = None) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    fill_standard_files()
     return Foreman(read_settings(argv)).run()
 
 

@@ -846,19 +846,19 @@ def settle_failure(
 
 def describe(error: BaseException) -> str:
     """`Type: text (file:line in function)` in one line, whatever the exception does when asked."""
-    name = type(error).__name__ or "Exception"
+    name = where = text = ""
     try:
-        text = str(error)[:ERROR]
-    except BaseException as why:  # the handler's own __str__: anything may come out of it
-        text = f"<its text cannot be had: {type(why).__name__}>"
-    where, trace = "", error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is not None:
-        code = trace.tb_frame.f_code
-        file = os.path.basename(code.co_filename)
-        where = printable(f" ({file}:{trace.tb_lineno} in {code.co_name})", ERROR // 2)
-    return printable(f"{name}: {text}" if text else name, ERROR - len(where)) + where
+        name, trace = type(error).__name__, error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if trace is not None:
+            code = trace.tb_frame.f_code
+            file = os.path.basename(code.co_filename)
+            where = printable(f" ({file}:{trace.tb_lineno} in {code.co_name})", ERROR // 2)
+        text = f": {error}"[: ERROR + 1].rstrip(": ")
+    except BaseException as why:  # the handler's own class: anything may come out of it
+        text = f": <cannot be told: {type(why).__name__}>"
+    return printable(f"{name or 'Exception'}{text}", ERROR - len(where)) + where
 
 
 def word(value: object) -> str:

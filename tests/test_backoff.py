@@ -378,6 +378,7 @@ def test_a_group_gives_up_only_if_every_error_in_it_is_permanent() -> None:
     assert action(group(ValueError(), retryable=False)) == "give up"
     assert action(group(ValueError(), status_code=404)) == "retry"
     assert action(group(PermanentError(), error(exceptions=()))) == "retry"
+    assert action(error(exceptions=(), status_code=404)) == "give up"
 
 
 def test_a_group_waits_as_long_as_its_most_patient_error_asks() -> None:

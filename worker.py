@@ -61,7 +61,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -1236,19 +1236,19 @@ class Hand:
 
     def load_handler(self) -> None:
         """Imports the handler, here in the hand, so that a new hand has the new code."""
-        settings = self.settings
+        name, folder, module, function = self.settings.handler()
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True)
-            sys.path.insert(0, str(settings.handler_dir))
-            found: Any = importlib.import_module(settings.module)
-            for part in settings.function.split("."):
+            sys.path.insert(0, str(folder))
+            found: Any = importlib.import_module(module)
+            for part in function.split("."):
                 found = getattr(found, part)
             parameters = inspect.signature(found).parameters
         except Stop:
             raise
         except BaseException as error:
-            self.verdict(3, f"cannot load the handler {settings.handler}: {describe(error)}")
+            self.verdict(3, f"cannot load the handler {name}: {describe(error)}")
             raise Stop from None
         self.process: Callable[..., Any] = found
         self.extra = (Running(self),) if "run" in parameters else ()
@@ -1434,7 +1434,12 @@ class Foreman:
             if seat.pid or seat.finished or self.stopped_at or now < seat.next_fork:
                 continue
             seat.slot.clear()
-            seat.pid = os.fork()
+            try:
+                seat.pid = os.fork()
+            except OSError as error:  # no memory, or too many processes: later perhaps
+                log(f"cannot fork a hand: {error}; trying again")
+                seat.next_fork = now + 5
+                continue
             if seat.pid == 0:
                 signal.set_wakeup_fd(-1)
                 for fd in (self.wake, self.waker, self.tomb):
@@ -1508,7 +1513,7 @@ class Foreman:
             return False
         for line in lines:
             log(line)
-        log(f"handler {self.settings.handler}")
+        log(f"handler {self.settings.handler()[0]}")
         self.answered()
         self.report_outage()
         self.reclaim_from = time.monotonic() + max(0.0, self.settings.lease - uptime)
@@ -1775,31 +1780,26 @@ def explain(queue: Queue, error: Exception) -> str:
     return f"Redis refuses: {text}: repair that, then start the worker again"
 
 
-def seconds(text: str) -> float:
+def seconds(text: str, least: float = 0.0) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value <= 1e9:
-        raise ValueError("a number of seconds above 0 is needed, such as 30 or 0.5")
+    if not least <= value <= 1e9 or value == 0:
+        bound = f"from {least:g} up" if least else "above 0"
+        raise ValueError(f"a number of seconds {bound} is needed, such as 30 or 2.5")
     return value
 
 
-def lease_seconds(text: str) -> float:
-    if (value := seconds(text)) < 1:
-        raise ValueError("a lease of 1 second or more is needed")
-    return value
-
-
-def count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= 1_000_000 and len(text) < 9):
-        raise ValueError("a whole number from 1 to 1000000 is needed")
+def count(text: str, most: int = 1_000_000) -> int:
+    if not re.fullmatch("[0-9]{1,7}", text) or not 1 <= int(text) <= most:
+        raise ValueError(f"a whole number from 1 to {most} is needed")
     return int(text)
 
 
-def queue_name(text: str) -> str:
+def key_name(text: str) -> str:
     if not text or not text.isprintable():
-        raise ValueError("a key name is needed, such as q:tasks")
+        raise ValueError("the name of a key is needed, such as q:tasks")
     return text
 
 
@@ -1808,21 +1808,15 @@ def redis_url(text: str) -> str:
         Queue(text)
     except Exception:  # its text may hold the password
         raise ValueError(
-            "a Redis URL is needed: redis://[user:password@]host:port/db, special characters in "
-            "the password percent-encoded"
+            "a Redis URL is needed: redis://[user:password@]host:port/db, with special characters "
+            "of the password percent-encoded"
         ) from None
     return text
 
 
-def process_name(text: str) -> str:
-    if text and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text):
+def function_name(text: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text):
         raise ValueError("module:function is needed, such as myapp.tasks:process")
-    return text
-
-
-def command_line(text: str) -> str:
-    if not text.strip():
-        raise ValueError("a shell command is needed")
     return text
 
 
@@ -1833,43 +1827,71 @@ def class_names(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-class Option(NamedTuple):
-    """An option `--a-b`, which the variable QR_A_B sets too."""
+def command_line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a shell command is needed")
+    return text
 
-    flag: str
-    default: str | None
-    parse: Callable[[str], Any]
-    metavar: str
-    help: str
+
+def option(default: str | None, parse: Callable[[str], Any], metavar: str, help: str) -> Any:
+    """A field of Settings that `--its-name` sets, or else the variable QR_ITS_NAME."""
+    return field(metadata={"default": default, "parse": parse, "metavar": metavar, "help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line and the environment say. Times in seconds."""
+
+    redis: str = option(
+        "redis://127.0.0.1:6379/0", redis_url, "URL",
+        "the server; better given as REDIS_URL: others can read a command line")
+    queue: str = option("q:tasks", key_name, "KEY", "the list that producers push to")
+    process: str | None = option(
+        None, function_name, "MODULE:FUNCTION",
+        "the handler; if not given: process(msg) of taskproc.py, the one in /opt/app if that "
+        "exists, else the one beside this file")
+    concurrency: int = option(
+        "1", partial(count, most=1000), "N", "messages run at a time, each in its own process")
+    lease: float = option(
+        "30", partial(seconds, least=1), "SECONDS",
+        "after this long without a renewal, others take over a run")
+    time_limit: float = option(
+        "600", seconds, "SECONDS",
+        "a handler that runs longer is interrupted, and killed a grace later")
+    grace: float = option(
+        "25", seconds, "SECONDS", "what running handlers get to finish in at a stop")
+    max_attempts: int = option("5", count, "N", "failed runs after which a message is dead")
+    base: float = option(
+        "1", seconds, "SECONDS", "the most that the first retry waits; doubles each time")
+    cap: float = option("30", seconds, "SECONDS", "the most that any retry waits by the schedule")
+    retry_after_cap: float = option(
+        "900", seconds, "SECONDS", "the most of a Retry-After that is obeyed")
+    permanent: frozenset[str] | None = option(
+        None, class_names, "NAME[,NAME]", "exceptions that no retry can cure")
+    dlq_alert: int = option(
+        "1", count, "N", "dead letters at which the log warns, and again whenever they double")
+    on_dead_letter: str | None = option(
+        None, command_line, "COMMAND",
+        "a shell command, run for each dead letter with the envelope on its stdin")
+    burst: bool = False
+    qr_dir: Path = Path()  # absolute, like app_dir: a handler may change the working directory
+    app_dir: Path = Path()
+    name: str = ""  # this worker: host:pid:nonce
 
     @property
-    def variable(self) -> str:
-        return "REDIS_URL" if self.flag == "redis" else "QR_" + self.flag.upper().replace("-", "_")
+    def policy(self) -> Policy:
+        permanent = self.permanent or frozenset()
+        return Policy(self.max_attempts, self.base, self.cap, self.retry_after_cap, permanent)
 
+    def handler(self) -> tuple[str, Path, str, str]:
+        """Where the handler is: (for people, folder for the import path, module, function)."""
+        if self.process:
+            module, _, function = self.process.partition(":")
+            return self.process, Path.cwd(), module, function
+        here = Path(__file__).resolve().parent
+        folder = self.app_dir if (self.app_dir / "taskproc.py").exists() else here
+        return f"{folder / 'taskproc.py'}:process", folder, "taskproc", "process"
 
-OPTIONS = (
-    Option("redis", "redis://127.0.0.1:6379/0", redis_url, "URL",
-           "the server; better set by the variable, since others can read a command line"),
-    Option("queue", "q:tasks", queue_name, "KEY", "the list that producers push to"),
-    Option("process", None, process_name, "MODULE:FUNCTION",
-           "the handler; without it, process(msg) of taskproc.py in /opt/app if that exists, else "
-           "of the one beside this file"),
-    Option("concurrency", "1", count, "N", "messages run at a time, each in a process of its own"),
-    Option("lease", "30", lease_seconds, "SECONDS",
-           "after this long without renewal, others take over a run"),
-    Option("time-limit", "600", seconds, "SECONDS",
-           "a handler that runs longer is interrupted, and killed a grace later"),
-    Option("grace", "25", seconds, "SECONDS", "what running handlers get to finish in at a stop"),
-    Option("max-attempts", "5", count, "N", "failed runs after which a message is dead"),
-    Option("base", "1", seconds, "SECONDS", "the most that a first retry waits; doubles each time"),
-    Option("cap", "30", seconds, "SECONDS", "the most that any retry waits by the schedule"),
-    Option("retry-after-cap", "900", seconds, "SECONDS", "the most of a Retry-After obeyed"),
-    Option("permanent", None, class_names, "NAME[,NAME]", "exceptions that no retry can cure"),
-    Option("dlq-alert", "1", count, "N",
-           "dead letters from which on the log warns, and again whenever they double"),
-    Option("on-dead-letter", None, command_line, "COMMAND",
-           "a shell command run for each dead letter, the envelope on its stdin"),
-)  # fmt: skip
 
 EPILOG = """\
 examples:
@@ -1878,35 +1900,16 @@ examples:
   python worker.py --concurrency 4 --lease 60  four at a time
   python worker.py --process myapp.jobs:handle --permanent NoSuchUser
 
-variables: each option --a-b can be set by QR_A_B instead (--redis: REDIS_URL). QR_DIR (/root/qr):
-where requeue.out gets a line per retry, if that folder exists. QR_APP_DIR (/opt/app): where
-taskproc.py is looked for first.
+variables: QR_A_B does what --a-b does, unless that is given too; REDIS_URL is for --redis.
+QR_DIR (/root/qr): where requeue.out gets a line per retry, if that folder exists.
+QR_APP_DIR (/opt/app): where taskproc.py is looked for first.
 
 signals: SIGTERM, SIGINT, SIGHUP: finish the running messages, then exit; a second one: now.
-exit codes: 0 stopped or drained; 1 a bug; 2 a setting or Redis needs a person; 3 the handler cannot
-be loaded."""
+exit codes: 0 stopped or drained; 1 a bug; 2 a setting or Redis needs a person; 3 the handler
+cannot be loaded."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the command line and the environment say. Times in seconds."""
-
-    redis: str
-    queue: str
-    concurrency: int
-    lease: float
-    time_limit: float
-    grace: float
-    policy: Policy
-    burst: bool
-    dlq_alert: int
-    on_dead_letter: str | None
-    qr_dir: Path  # absolute: a handler may change the working directory
-    handler_dir: Path
-    module: str
-    function: str
-    handler: str  # for people
-    name: str  # this worker: host:pid:nonce
+FOLDERS = (("qr_dir", "QR_DIR", "/root/qr"), ("app_dir", "QR_APP_DIR", "/opt/app"))
 
 
 def read_settings(argv: list[str] | None = None) -> Settings:
@@ -1920,62 +1923,30 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for option in OPTIONS:
-        default = f" (default {option.default})" if option.default else ""
-        parser.add_argument(f"--{option.flag}", metavar=option.metavar, help=option.help + default)
+    options = {f.name: f.metadata for f in fields(Settings) if f.metadata}
+    for name, data in options.items():
+        default = f" (default {data['default']})" if data["default"] else ""
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, metavar=data["metavar"], help=data["help"] + default)
     parser.add_argument("--burst", action="store_true", help="exit when nothing is left to run")
-    given = vars(parser.parse_args(argv))
-    values: dict[str, Any] = {"burst": given["burst"]}
-    for option in OPTIONS:
-        name = option.flag.replace("-", "_")
-        source, text = f"--{option.flag}", given[name]
-        if text is None and option.variable in os.environ:
-            source, text = option.variable, os.environ[option.variable]
-        text = option.default if text is None else text
+    values = vars(parser.parse_args(argv))
+    for name, data in options.items():
+        variable = "REDIS_URL" if name == "redis" else "QR_" + name.upper()
+        source, text = "--" + name.replace("_", "-"), values[name]
+        if text is None and variable in os.environ:
+            source, text = variable, os.environ[variable]
         try:
-            values[name] = None if text is None else option.parse(text)
+            text = data["default"] if text is None else text
+            values[name] = None if text is None else data["parse"](text)
         except ValueError as error:
-            shown = "" if option.flag == "redis" else f" {printable(repr(text), 60)}"
+            shown = "" if name == "redis" else f" {printable(repr(text), 60)}"
             parser.error(f"{source}{shown}: {error}")
-    folders = {}
-    for variable, folder in (("QR_DIR", "/root/qr"), ("QR_APP_DIR", "/opt/app")):
-        folders[variable] = os.environ.get(variable, folder)
-        if not folders[variable]:
+    for name, variable, usual in FOLDERS:
+        if not (folder := os.environ.get(variable, usual)):
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
-    app = Path(folders["QR_APP_DIR"]).absolute()
-    if values["process"]:
-        module, _, function = values["process"].partition(":")
-        handler, handler_dir = values["process"], Path.cwd()
-    else:
-        module, function = "taskproc", "process"
-        handler_dir = app if (app / "taskproc.py").exists() else Path(__file__).resolve().parent
-        handler = f"{handler_dir / 'taskproc.py'}:process"
+        values[name] = Path(folder).absolute()
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-    policy = Policy(
-        values["max_attempts"],
-        values["base"],
-        values["cap"],
-        values["retry_after_cap"],
-        values["permanent"] or frozenset(),
-    )
-    return Settings(
-        redis=values["redis"],
-        queue=values["queue"],
-        concurrency=values["concurrency"],
-        lease=values["lease"],
-        time_limit=values["time_limit"],
-        grace=values["grace"],
-        policy=policy,
-        burst=values["burst"],
-        dlq_alert=values["dlq_alert"],
-        on_dead_letter=values["on_dead_letter"],
-        qr_dir=Path(folders["QR_DIR"]).absolute(),
-        handler_dir=handler_dir,
-        module=module,
-        function=function,
-        handler=handler,
-        name=f"{host}:{os.getpid()}:{secrets.token_hex(2)}",
-    )
+    return Settings(**values, name=f"{host}:{os.getpid()}:{secrets.token_hex(2)}")
 
 
 def main(argv: list[str] | None = None) -> int:

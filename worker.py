@@ -486,15 +486,14 @@ return 'ok'
 
 # replay: dead → waiting, for exactly this envelope.
 #   KEYS  dlq waiting stats
-#   ARGV  envelope, new text, the end to look from: 1 newest, -1 oldest
+#   ARGV  envelope, new text, the end to look from: 1 newest, -1 oldest, how many to look at: 0 all
 #   →     ok | gone (the envelope is not there any more)
 REPLAY = Script("replay", "dlq waiting stats", """
 local dlq, waiting, stats = unpack(KEYS)
-local oldest = redis.call('LINDEX', dlq, -1) == ARGV[1]
-if not oldest and not redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3]) then return 'gone' end
-redis.call('LREM', dlq, 0, '')
+if not redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3], 'MAXLEN', ARGV[4]) then return 'gone' end
+redis.pcall('HDEL', stats, '')
 redis.call('LPUSH', waiting, ARGV[2])
-if oldest then redis.call('RPOP', dlq) else redis.call('LREM', dlq, ARGV[3], ARGV[1]) end
+redis.call('LREM', dlq, ARGV[3], ARGV[1])
 redis.pcall('HINCRBY', stats, 'replayed', 1)
 return 'ok'
 """)  # fmt: skip
@@ -650,8 +649,8 @@ class Queue:
     def checkpoint(self, token: int, lease: float, text: bytes) -> Step:
         return Step(CHECKPOINT, (token, ms(lease), text))
 
-    def replay(self, envelope: bytes, text: bytes, look_from: int = -1) -> Step:
-        return Step(REPLAY, (envelope, text, look_from))
+    def replay(self, envelope: bytes, text: bytes, end: int = -1, within: int = 0) -> Step:
+        return Step(REPLAY, (envelope, text, end, within))
 
     def beat(self, progress: dict[str, float]) -> Step:
         """`progress`: loop name → seconds since it last made progress."""
@@ -1049,7 +1048,11 @@ class Hand:
             die_with(self.foreman)
             self.mend_signals()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.register_at_fork(after_in_child=self.disown)
+            os.register_at_fork(
+                before=self.hold_signals,
+                after_in_parent=self.free_signals,
+                after_in_child=self.disown,
+            )
             self.load_handler()
             last = None
             while (run := self.next_run(last)) is not None:
@@ -1289,10 +1292,19 @@ class Hand:
             self.queue.close()
             self.leaving = True
 
+    # A child that the handler forks gets none of our signal handlers. A signal that arrives before
+    # they are gone waits, and then meets the default: else `Pool.terminate` could hang for ever.
+
+    def hold_signals(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+
+    def free_signals(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
     def disown(self) -> None:
-        """Runs in a child that the handler forks: it gets none of our signal handlers."""
         for number in self.signals:
             signal.signal(number, signal.SIG_DFL)
+        self.free_signals()
 
 
 async def finish(result: Awaitable[Any]) -> None:
@@ -1314,6 +1326,7 @@ def die_with(foreman: int) -> None:
 # that a handler needs.
 
 LOOK = 0.5  # seconds between two looks at the hands
+PULSE = 10.0  # seconds between two beats at most; a third of the lease, if that is less
 HURRY = 1.0  # seconds that an interrupted handler has before SIGKILL
 ONE_REQUEST = 0.5  # seconds in which several signals are one request (`timeout` sends two)
 
@@ -1375,6 +1388,8 @@ class Foreman:
             self.report_outage()
             self.sleep()
         self.sign_off()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # Python's shutdown would let it kill us
         return self.code
 
     def is_over(self) -> bool:
@@ -1544,7 +1559,7 @@ class Foreman:
         else:
             self.answered()
             self.last_beat = now
-            self.next_beat = now + (lease / 3 if finished else 0.0)
+            self.next_beat = now + (min(lease / 3, PULSE) if finished else 0.0)
 
     def answered(self) -> None:
         self.fault, self.faults, self.next_beat = "", 0, 0.0
@@ -1777,7 +1792,7 @@ def explain(queue: Queue, error: Exception) -> str:
         pass
     if isinstance(error, redis.AuthenticationError):
         return f"Redis refuses the login: {text}: check user and password in REDIS_URL"
-    return f"Redis refuses: {text}: repair that, then start the worker again"
+    return f"Redis refuses: {text}: repair that, then start again"
 
 
 def seconds(text: str, least: float = 0.0) -> float:

@@ -848,12 +848,13 @@ def describe(error: BaseException) -> str:
     name = where = text = ""
     try:
         name, trace = type(error).__name__, error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if trace is not None:
+        while trace is not None:
             code = trace.tb_frame.f_code
-            file = os.path.basename(code.co_filename)
-            where = printable(f" ({file}:{trace.tb_lineno} in {code.co_name})", ERROR // 2)
+            if code.co_filename != __file__:  # the deepest line that is not ours
+                file = os.path.basename(code.co_filename)
+                where = f" ({file}:{trace.tb_lineno} in {code.co_name})"
+            trace = trace.tb_next
+        where = printable(where, ERROR // 2)
         text = f": {error}"[: ERROR + 1].rstrip(": ")
     except BaseException as why:  # the handler's own class: anything may come out of it
         text = f": <cannot be told: {type(why).__name__}>"

@@ -850,7 +850,7 @@ def describe(error: BaseException) -> str:
         name, trace = type(error).__name__, error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
-            if code.co_filename != __file__:  # the deepest line that is not ours
+            if code.co_filename != describe.__code__.co_filename:  # the deepest line not ours
                 file = os.path.basename(code.co_filename)
                 where = f" ({file}:{trace.tb_lineno} in {code.co_name})"
             trace = trace.tb_next

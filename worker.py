@@ -1389,8 +1389,6 @@ class Foreman:
             self.report_outage()
             self.sleep()
         self.sign_off()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # Python's shutdown would let it kill us
         return self.code
 
     def is_over(self) -> bool:
@@ -1972,4 +1970,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # Python's own way out is slow, and a signal that comes then kills it

@@ -107,7 +107,7 @@ class Names:
 HISTORY = 50  # failed runs remembered with a message, the newest
 ERROR = 500  # characters of an error kept
 COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can hold
-KEPT = {"history", "stage", "replays", "earlier_attempts"}  # what `_retry` may hold
+KEPT = ("history", "stage", "replays", "earlier_attempts")  # what `_retry` may hold
 DECODER = json.JSONDecoder()
 BLANK = re.compile(r"[ \t\n\r]*")
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
@@ -175,7 +175,7 @@ def is_kept(value: object) -> bool:
         return False
     return (
         isinstance(value, dict)
-        and value.keys() <= KEPT
+        and value.keys() <= set(KEPT)
         and isinstance(history := value.get("history", []), list)
         and all(isinstance(entry, dict) for entry in history)
         and is_count(value.get("replays", 0))
@@ -249,10 +249,13 @@ def payload(raw: bytes) -> str:
     """
     try:
         text = Message.parse(raw).text
-        json.loads("[" * 32 + text + "]" * 32, parse_constant=refuse)
-        return text
-    except (ValueError, RecursionError):
+    except Undecodable:
         return json.dumps(raw.decode(errors="surrogateescape"))
+    try:
+        json.loads("[" * 32 + text + "]" * 32, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text)
+    return text
 
 
 def revive(envelope: bytes) -> bytes:

@@ -320,8 +320,7 @@ class Walk:
     def handler(self) -> str:
         """The digest of the handler that workers here load."""
         folder = Path(os.environ.get("QR_APP_DIR", "/opt/app"))
-        first, second = folder / "taskproc.py", self.folder / "taskproc.py"
-        return digest(first if first.exists() else second)
+        return digest(folder / "taskproc.py") or digest(self.folder / "taskproc.py")
 
     def push_each(self, kinds: list[str]) -> None:
         for kind in kinds:

@@ -56,6 +56,29 @@ def children(pid: int) -> list[int]:
     return sorted(int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z"))
 
 
+class Guard:
+    """A shell that kills a process group, and removes a folder, once we are gone, however we went.
+
+    It reads from a pipe whose other end only we hold: end of file is our death, `kill -9` included,
+    on Linux and macOS alike. What is left behind: the group, if the guard is killed as well; and if
+    we forked without exec, that child holds the pipe too and the group lives as long as it does.
+    """
+
+    def __init__(self, leader: int, folder: Path | str = "") -> None:
+        self.shell = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$0"; rm -rf "$1"', str(leader), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """Call it before the group's leader is waited for: its number may then be another's."""
+        self.shell.kill()
+        self.shell.communicate()
+
+
 class Process:
     """A running `python <script> <flags>`, its two streams in files of `folder`.
 
@@ -83,6 +106,7 @@ class Process:
                 cwd=cwd or folder,
                 start_new_session=True,
             )
+        self.guard = Guard(self.popen.pid)
 
     @property
     def pid(self) -> int:
@@ -126,6 +150,7 @@ class Process:
 
     def end(self) -> None:
         """Nothing of this process or its group is left."""
+        self.guard.dismiss()
         # macOS refuses, with the second, to signal a group in which only zombies are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from processes import PROJECT, Guard
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-PROJECT = Path(__file__).resolve().parent.parent
 OLDEST = (6, 2)
 START_SECONDS = 30.0
 
@@ -126,7 +126,7 @@ class Server:
         self.socket_folder = Path(tempfile.mkdtemp(prefix="qr-", dir="/tmp"))
         self.socket = self.socket_folder / "redis.sock"
         self.process: subprocess.Popen[bytes] | None = None
-        self.guard: subprocess.Popen[bytes] | None = None
+        self.guard: Guard | None = None
 
     @property
     def url(self) -> str:
@@ -162,7 +162,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.guard = guard(self.process.pid, self.socket_folder)
+        self.guard = Guard(self.process.pid, self.socket_folder)
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:
             while True:
@@ -212,10 +212,7 @@ class Server:
     def _end(self, how: signal.Signals) -> None:
         process, self.process = self.process, None
         if self.guard is not None:
-            # First, and while the server is not yet reaped: the guard must never meet another
-            # process of that number.
-            self.guard.kill()
-            self.guard.communicate()
+            self.guard.dismiss()
             self.guard = None
         if process is None:
             return
@@ -232,22 +229,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def guard(pid: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A shell that kills `pid` and removes `folder` once we are gone, however we went.
-
-    It reads from a pipe whose other end only we hold: end of file is our death, `kill -9` included,
-    on Linux and macOS alike. Only when both of us are killed does the server stay; and a process
-    that we forked without exec holds the pipe too, so the server lives as long as that one.
-    """
-    return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; kill -9 "$0"; rm -rf "$1"', str(pid), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def free_port(wanted: int) -> int:

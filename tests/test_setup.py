@@ -112,20 +112,28 @@ def test_a_server_keeps_its_data_only_if_asked(start_server: Callable[..., Serve
         assert server.client().get("key") == kept
 
 
-def test_a_server_ends_with_the_process_that_started_it(run: Run, tmp_path: Path) -> None:
-    """Even `kill -9` of a test run leaves no server behind, nor its socket."""
+def test_what_was_started_ends_with_the_process_that_started_it(run: Run, tmp_path: Path) -> None:
+    """Even `kill -9` of a test run leaves no server and no worker behind, nor the socket."""
     owner = tmp_path / "owner.py"
     owner.write_text(
         f"import pathlib, signal, sys; sys.path.insert(0, {str(PROJECT / 'tests')!r})\n"
-        "from server import Server\n"
-        f"server = Server(pathlib.Path({str(tmp_path / 'data')!r})).start()\n"
-        "print(server.socket, flush=True); signal.pause()\n"
+        "from processes import Process; from server import Server\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "server = Server(here / 'data').start()\n"
+        "process = Process(['-c', 'import signal; signal.pause()'], here, {})\n"
+        "print(server.socket, server.pid, process.pid, flush=True); signal.pause()\n"
     )
     process = run(owner)
-    path = Path(until(lambda: process.out.strip(), saw=lambda: process))
-    assert path.is_socket()
+    path, *pids = until(lambda: process.out.split(), saw=lambda: process)
+    assert Path(path).is_socket() and all(alive(int(pid)) for pid in pids)
     process.end()
-    until(lambda: not path.parent.exists())
+    until(lambda: not Path(path).parent.exists() and not any(alive(int(pid)) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    """A process of that number runs; a dead one that nobody has waited for does not count."""
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()[:1] not in "Z"
 
 
 def test_make_redis_leaves_a_taken_port_alone(run: Run, project: Path) -> None:

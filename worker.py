@@ -1102,7 +1102,7 @@ class Hand:
             lease, after = self.settings.lease, last.token if last else ""
             steps.append(self.queue.claim(self.name, lease, self.prefer, after))
         try:
-            replies = self.queue.do(*steps)
+            replies = self.queue.do(*steps) if steps else []
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
@@ -1343,7 +1343,7 @@ class Seat:
     number: int
     pid: int = 0
     name: str = ""
-    killed: str = ""  # why we killed it: "timed_out" or "stopped"
+    timed_out: bool = False  # we killed it for that
     falls: int = 0  # deaths in a row of hands that had not settled anything
     next_fork: float = 0.0
     finished: bool = False
@@ -1463,7 +1463,7 @@ class Foreman:
                     os.close(fd)
                 self.queue.close()
                 Hand(self.settings, seat.slot, foreman, self.tombs).main()
-            seat.name, seat.killed = f"{self.settings.name}/{seat.pid}", ""
+            seat.name, seat.timed_out = f"{self.settings.name}/{seat.pid}", False
 
     def watch(self) -> None:
         """Kills the hands that are past their limit, and all of them when the grace is over."""
@@ -1472,11 +1472,9 @@ class Foreman:
             self.hurry()
         for seat in self.seats:
             since = seat.slot.words[SINCE] / 1e9
-            if self.hurried_at and now > self.hurried_at + HURRY:
-                seat.killed = "stopped"
-            elif since and now > since + self.settings.time_limit + grace:
-                seat.killed = "timed_out"
-            if seat.pid and seat.killed:
+            late = since > 0 and now > since + self.settings.time_limit + grace
+            seat.timed_out = seat.timed_out or late
+            if seat.pid and (late or (self.hurried_at and now > self.hurried_at + HURRY)):
                 os.kill(seat.pid, signal.SIGKILL)
 
     def reap(self) -> None:
@@ -1500,14 +1498,14 @@ class Foreman:
             if not self.stopped_at:
                 log(note)
             self.stop(verdict)
-        if code == 0 and not token:
+        if code == 0 and not token and not note:  # it left in peace; a note: Redis was away
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         failure = Failure(f"WorkerDied: hand {seat.name} {how}", "worker_died")
-        if seat.killed == "timed_out":
+        if seat.timed_out:
             limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
             failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
-        if verdict or seat.killed == "stopped":
+        if verdict or self.hurried_at:  # not the message's fault: released
             token = 0
         else:
             log(failure.error)

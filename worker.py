@@ -545,6 +545,7 @@ return {'ok'}
 # meant to pop once. What may be repeated is decided here, because the token makes it safe.
 
 BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
+SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
 WAIT_FOR = (redis.ConnectionError, redis.TimeoutError, OSError)
 WAIT_FOR_CODES = re.compile(
     r"\b(LOADING|READONLY|MASTERDOWN|NOREPLICAS|MISCONF|OOM|BUSY|UNBLOCKED|CLUSTERDOWN|TRYAGAIN"
@@ -711,7 +712,7 @@ class Queue:
         The server moves the message to `next` and wakes this client alone. If the client dies now,
         nothing is lost: the next claim, by anyone, takes it from there.
         """
-        names, seconds = self.names, max(0.001, min(seconds, BLOCK))
+        names, seconds = self.names, max(SHORTEST, min(seconds, BLOCK))
         reply = self.command("BLMOVE", names.waiting, names.next, "RIGHT", "LEFT", seconds)
         return reply is not None
 
@@ -1767,7 +1768,7 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
             raise error
         return f"the Redis user may not run {command} in a script: {printable(text)}", [], 0.0
     probe = queue.names.probe
-    queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", 0.001)
+    queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", SHORTEST)
     queue.command("HSCAN", probe, 0)
     queue.command("ZMSCORE", probe, "x")
     product = "Valkey" if "valkey_version" in info else "Redis"

@@ -582,12 +582,12 @@ def test_replay_moves_exactly_the_envelope_it_was_given(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize(
-    ("look_from", "left"), [(-1, [b"old", b"x", b"twin"]), (1, [b"old", b"twin", b"x"])]
+    ("end", "left"), [(-1, [b"old", b"x", b"twin"]), (1, [b"old", b"twin", b"x"])]
 )
-def test_replay_takes_one_of_two_twins(queue: Queue, look_from: int, left: list[bytes]) -> None:
+def test_replay_takes_one_of_two_twins(queue: Queue, end: int, left: list[bytes]) -> None:
     for text in (b"old", b"twin", b"x", b"twin"):
         queue.do(queue.bury(running(queue), text))
-    assert queue.do(queue.replay(b"twin", A, look_from)) == [b"ok"]
+    assert queue.do(queue.replay(b"twin", A, end)) == [b"ok"]
     assert places(queue) == {"waiting": [A], "dead": left}
 
 

@@ -1,72 +1,1055 @@
-#!/usr/bin/env python3
-"""Puts dead letters back on the queue, by hand: the oldest one, if nothing else is asked.
+"""The desk where dead letters are looked at, put back or thrown away. It only works when asked.
 
-It moves and never copies: each letter leaves `q:tasks:dlq` in the same atomic step that puts its
-message on `q:tasks`. Attempts start again at 0; the history of failures stays with the message.
+HEADER
+
+A replay moves and never copies: a letter leaves `q:tasks:dlq` in the same atomic step that puts its
+message on `q:tasks`. So it may be killed at any moment, and two people may replay at once. Attempts
+start again at 0; the history of failures, the first date and a count of replays stay with the
+message. What cannot be read stays where it is, is named, and stops nothing.
+
+Exit codes: 0 done; 1 partly done, not found, or not healthy; 2 a wrong option, or Redis needs a
+person. --check has those of Nagios: 0 fine, 1 warning, 2 critical, 3 unknown.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
+import json
+import math
 import os
+import re
+import shutil
+import signal
 import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any
 
 import redis
 
-from worker import Queue, Undecodable, explain, load, passing, printable, revive
+from worker import (
+    RESERVED,
+    Message,
+    Queue,
+    Undecodable,
+    count,
+    explain,
+    fill_standard_files,
+    is_count,
+    is_date,
+    iso,
+    key_name,
+    load,
+    members,
+    passing,
+    printable,
+    redis_url,
+    refuse,
+    revive,
+    seconds,
+    span,
+)
 
 PAGE = 200  # dead letters read at a time
+SHOWN = 20  # rows of a table, if nothing says otherwise
+DEEP = 0.005  # seconds; a step that held Redis longer is followed by as long a rest
+STALE = 60.0  # seconds without progress after which a loop stands still, for --health
+GONE = 10  # times that: a worker silent for so long has gone, it is not stuck
+DEPTH = (1, 100)  # dead letters that are a warning, and critical, for --check
 
 
-def letter_id(raw: bytes) -> str:
-    """Ten digits that name a dead letter, whoever wrote it: of equal ones, all."""
-    return hashlib.sha256(raw).hexdigest()[:10]
+# ── Text for people ───────────────────────────────────────────────────────────────────────────
+# Nothing out of Redis reaches a terminal but through `printable`.
+
+BOLD, RED, GREEN = "1", "31", "32"
 
 
-def oldest(queue: Queue) -> int:
-    """Moves the oldest dead letter that can be read; returns the exit code."""
-    page = queue.command("LRANGE", queue.names.dlq, -PAGE, -1)
-    for raw in reversed(page):
+def paint(text: str, code: str) -> str:
+    """Colours the text on a terminal that wants colours (no-color.org), and nowhere else."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+        return text
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def plain(value: object, limit: int = 500) -> str:
+    """Any JSON value in one line: text bare, nothing as a dash, the rest as JSON."""
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return printable(text, limit)
+
+
+def json_line(value: object) -> str:
+    """One line of strict JSON; what JSON has no number for (NaN) becomes text."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=str))
+
+
+def since(seconds: float | None) -> str:
+    return "-" if seconds is None else span(max(0.0, seconds))
+
+
+def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
+    """Lines of an aligned table, cut to the width of a terminal; elsewhere nothing is cut."""
+    rows, names = iter(rows), head.split()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    while page := list(islice(rows, PAGE)):
+        sizes = [max(map(len, column)) for column in zip(names, *page, strict=True)]
+        for row in [names, *page] if head else page:
+            cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
+            line = "  ".join(cells).rstrip()
+            line = line if len(line) <= width else line[: width - 1] + "…"
+            yield paint(line, BOLD) if row is names else line
+        head = ""
+
+
+def complain(text: str) -> None:
+    with suppress(OSError):  # a full disk must not hide the exit code
+        print(f"replay: {text}", file=sys.stderr)
+
+
+# ── Letters ───────────────────────────────────────────────────────────────────────────────────
+
+
+def date_ms(text: object) -> float | None:
+    """ISO 8601 as ms since 1970; None if it is no date of ours."""
+    if not is_date(text):
+        return None
+    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp() * 1000
+
+
+def ago(now_ms: float, at_ms: float | None) -> float | None:
+    return None if at_ms is None else round((now_ms - at_ms) / 1000, 3)
+
+
+class Letter:
+    """A dead letter: its exact bytes, and what they say, as far as they can be read.
+
+    `older` is the number of letters behind it when it was read, `near` the end to look from (1
+    newest, -1 oldest), `fence` the last fencing token when the walk began. Whoever takes the letter
+    out of the list sets `gone`.
+    """
+
+    def __init__(self, raw: bytes, older: int = 0, near: int = -1, fence: int = 2**63) -> None:
+        self.raw, self.older, self.near, self.fence = raw, older, near, fence
+        self.gone = False
+
+    @cached_property
+    def id(self) -> str:
+        """Ten digits made of the bytes: any entry has them, equal entries have the same."""
+        return hashlib.sha256(self.raw).hexdigest()[:10]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
         try:
-            text = revive(raw)
-        except ValueError as error:
-            print(f"{letter_id(raw)} stays where it is: {printable(str(error))}", file=sys.stderr)
-            continue
-        [word] = queue.do(queue.replay(raw, text))
-        if word == b"gone":  # someone else was quicker
-            continue
-        left = queue.command("LLEN", queue.names.dlq)
-        print(f"replayed {letter_id(raw)}, {about(raw)}: {left} left in {queue.names.dlq}")
-        return 0
-    if page:
-        print("nothing was moved", file=sys.stderr)
-        return 1
-    print(f"{queue.names.dlq} is empty: there is nothing to replay")
-    return 0
-
-
-def about(raw: bytes) -> str:
-    facts = load(raw)
-    body = facts["payload"]
-    if isinstance(body, str):
-        try:
-            body = load(body.encode(errors="surrogateescape"))
+            return load(self.raw)
         except Undecodable:
-            body = {}
-    return printable(f"kind {body.get('kind', '-')}, {facts.get('error', 'no error noted')}", 200)
+            return {}
+
+    @cached_property
+    def body(self) -> dict[str, Any]:
+        """The payload as an object; empty if it is none."""
+        found = self.facts.get("payload")
+        if isinstance(found, str):
+            with suppress(ValueError):
+                found = load(found.encode(errors="surrogateescape"))
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be replayed; "" if it can."""
+        try:
+            revive(self.raw)
+        except ValueError as error:
+            return printable(str(error))
+        return ""
+
+    @property
+    def error(self) -> str:
+        return plain(self.facts.get("error")) if self.facts else f"cannot be read: {self.problem}"
+
+    @property
+    def about(self) -> str:
+        return f"kind {plain(self.body.get('kind'), 40)}, {self.error}"
+
+    @property
+    def died_ms(self) -> float | None:
+        return date_ms(self.facts.get("failed_at"))
+
+    @property
+    def late(self) -> bool:
+        """Tells whether it died after the walk began: tokens only rise."""
+        token: Any = self.facts.get("token")
+        return is_count(token) and token > self.fence
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        facts = self.facts
+        return {
+            "id": self.id,
+            "age": ago(now_ms, self.died_ms),
+            "kind": self.body.get("kind"),
+            "attempts": facts.get("attempts"),
+            "reason": facts.get("reason"),
+            "error": self.error,
+            "failed_at": facts.get("failed_at"),
+            "first_seen_at": facts.get("first_seen_at"),
+            "replays": facts.get("replays", 0),
+        }
+
+    def cells(self, now_ms: float) -> list[str]:
+        row = self.row(now_ms)
+        facts = [plain(row[name], 40) for name in ("kind", "attempts", "reason")]
+        return [row["id"], since(row["age"]), *facts, row["error"]]
+
+
+def behind(tail: list[bytes], block: list[bytes]) -> list[bytes]:
+    """What follows `tail` in `block`, where others may have taken anything out meanwhile."""
+    if block[: len(tail)] == tail:
+        return block[len(tail) :]
+    known = set(tail)
+    return block[max((i for i, raw in enumerate(block) if raw in known), default=-1) + 1 :]
+
+
+def letters(
+    queue: Queue, newest: bool = False, note: Callable[[int, int], None] = lambda *_: None
+) -> Iterator[Letter]:
+    """Each letter that is there at the start, once, oldest or newest first, read in pages.
+
+    Positions count from the oldest end: new letters come in at the other one and move nothing. That
+    others take letters out is noticed, because each page is read together with the end of the one
+    before. `note` is told how many have been read, and of how many.
+    """
+    dlq, fence = queue.names.dlq, queue.command("GET", queue.names.fence) or b""
+    last_token = max(queue.now_ms() * 1000 + 999, int(fence[:18]) if fence.isdigit() else 0)
+    there, read = int(queue.command("LLEN", dlq)), 0
+    at = there if newest else 0  # the next page is what lies below; oldest first: from here on
+    tail: deque[bytes] = deque(maxlen=PAGE)  # the last letters seen that are still in their place
+    while read < there and (at > 0 or not newest):
+        note(read, there)
+        if newest:
+            low, high = max(at - PAGE, 0), at + len(tail)
+        else:
+            low, high = at - len(tail), at + PAGE
+        block = queue.command("LRANGE", dlq, -high, -low - 1)
+        block = block if newest else block[::-1]
+        fresh = behind(list(tail), block)
+        if not fresh and not newest:
+            return
+        at = low if newest else low + len(block) - len(fresh)
+        for i, raw in enumerate(fresh[: there - read]):
+            older = low + len(fresh) - 1 - i if newest else at
+            letter = Letter(raw, older, 1 if older > there // 2 else -1, last_token)
+            read += 1
+            yield letter
+            if not letter.gone:
+                tail.append(raw)
+                at += not newest
+
+
+# ── Which letters ─────────────────────────────────────────────────────────────────────────────
+
+
+class Problem(Exception):
+    """What was asked cannot be done as it was asked; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which letters are meant: all conditions must hold. Ages in seconds."""
+
+    ids: tuple[str, ...] = ()
+    kind: str | None = None
+    reason: str | None = None
+    error: re.Pattern[str] | None = None
+    older: float | None = None
+    newer: float | None = None
+    where: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+    @property
+    def narrow(self) -> bool:
+        return self != Selection()
+
+    def fits(self, letter: Letter, now_ms: float) -> bool:
+        if self.ids and not letter.id.startswith(self.ids):
+            return False
+        age = ago(now_ms, letter.died_ms)
+        return (
+            not letter.late
+            and self.kind in (None, plain(letter.body.get("kind")))
+            and self.reason in (None, plain(letter.facts.get("reason")))
+            and (self.error is None or self.error.search(letter.error) is not None)
+            and (self.older is None or (age is not None and age >= self.older))
+            and (self.newer is None or (age is not None and age < self.newer))
+            and all(is_at(letter.body, path, text) for path, text in self.where)
+        )
+
+
+def is_at(value: Any, path: tuple[str, ...], text: str) -> bool:
+    """Tells whether `text`, or what it says as JSON, is at a path in an object; 1 is not true."""
+    for name in path:
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    try:
+        wanted = json.loads(text)
+    except ValueError:
+        wanted = text
+    alike = isinstance(value, bool) == isinstance(wanted, bool)
+    return value == text or (alike and value == wanted)
+
+
+def fingerprint(error: str) -> str:
+    """What equal faults have in common: an error without its numbers, ids and quoted texts.
+
+    The place at the end, (file:line in function), stays as it is.
+    """
+    place = re.search(r" \([^()]*:\d+ in [^()]*\)$", error)
+    text = error[: place.start()] if place else error
+    text = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", text)
+    text = re.sub(r"\b(?=[\da-fA-F-]*\d)(0x)?[\da-fA-F]+(-[\da-fA-F]+)*\b|\d+", "#", text)
+    return text + (place[0] if place else "")
+
+
+# ── Changing and keeping letters ──────────────────────────────────────────────────────────────
+
+
+def put(text: str, path: tuple[str, ...], value: str) -> tuple[str, str | None]:
+    """Replaces one value in the text of a JSON object and leaves every other byte alone.
+
+    Returns the new text, and the old text of the value: None if the member is new. Of equal names
+    the last counts, as for parsers. ValueError if the path leads through something else.
+    """
+    head, found, tail = members(text)
+    spans = [whole for *_, whole in found]
+    at = max((i for i, (name, *_) in enumerate(found) if name == path[0]), default=None)
+    if at is None:
+        if path[1:]:
+            raise ValueError(f'its payload has no member "{path[0]}"')
+        spans.append(f"{' ' * bool(spans)}{json.dumps(path[0])}: {value}")
+        return head + ",".join(spans) + tail, None
+    _, old, inner, whole = found[at]
+    before: str | None = inner.strip()
+    left, _, right = inner.partition(inner.strip())
+    if path[1:]:
+        if not isinstance(old, dict):
+            raise ValueError(f'member "{path[0]}" of its payload is no object')
+        value, before = put(inner.strip(), path[1:], value)
+    spans[at] = whole.removesuffix(inner) + left + value + right
+    return head + ",".join(spans) + tail, before
+
+
+def saved(dlq: str, raw: bytes) -> str:
+    """A line of the file that --discard writes: ASCII, and the exact bytes can be had back."""
+    return json.dumps({"dlq": dlq, "envelope": raw.decode(errors="surrogateescape")}) + "\n"
+
+
+def unsaved(dlq: str, line: str) -> bytes:
+    """The bytes in such a line. Raises Problem if it is none, or another queue's."""
+    try:
+        entry = json.loads(line)
+        whose, raw = entry["dlq"], entry["envelope"].encode(errors="surrogateescape")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise Problem(f"this is no line of a --discard file: {printable(line, 60)}") from None
+    if whose != dlq:
+        raise Problem(f"the file holds letters of {plain(whose)}, this queue's are in {dlq}")
+    return bytes(raw)
+
+
+def write_new(path: str, lines: Iterable[str]) -> int:
+    """Writes a new file, safe on disk with its name when this returns; returns how many lines."""
+    n = 0
+    with open(path, "x", encoding="ascii") as file:  # x: never over another
+        for n, line in enumerate(lines, 1):  # noqa: B007
+            file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return n
+
+
+# ── The desk ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Desk:
+    """One command on one queue. `do_list` is --list, and so on; each returns the exit code."""
+
+    def __init__(self, queue: Queue, asked: argparse.Namespace, which: Selection) -> None:
+        self.queue, self.asked, self.which, self.dlq = queue, asked, which, queue.names.dlq
+        self.newest = asked.newest
+        self.moved = self.taken = 0  # letters moved by us; by someone else under our hands
+        self.stay: Counter[str] = Counter()  # why letters are left where they are
+        self.missing = self.stopping = False
+        self.not_before = self.ticked = time.monotonic()
+
+    def chosen(self) -> Iterator[Letter]:
+        """The letters that are meant, as they are found; by id, only when all have been seen.
+
+        Raises Problem if the beginning of an id fits different letters.
+        """
+        now, which = self.queue.now_ms(), self.which
+        walk = letters(self.queue, self.newest, self.tick)
+        found = (letter for letter in walk if which.fits(letter, now))
+        if not which.ids:
+            return found
+        named = list(found)
+        copies = Counter(letter.id for letter in named)
+        for start in which.ids:
+            fits = sorted(name for name in copies if name.startswith(start))
+            if len(fits) > 1:
+                raise Problem(f"id {start} fits {len(fits)} letters: {', '.join(fits[:5])}")
+            if not fits:
+                complain(f"there is no dead letter {start} (any more)")
+                self.missing = True
+        for name, n in copies.items():
+            if n > 1:
+                complain(f"{n} equal letters share the id {name}; --limit 1 means one of them")
+        return iter(named)
+
+    def tick(self, read: int, there: int) -> None:
+        """Shows progress, on a terminal only, after the first half second."""
+        if sys.stderr.isatty() and time.monotonic() - self.ticked > 0.5:
+            self.ticked = time.monotonic()
+            line = f"{read:,} of {there:,} read, {self.moved:,} moved"
+            print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
+
+    def nothing(self) -> str:
+        if self.which.narrow:
+            return f"no dead letter in {self.dlq} fits"
+        return f"{self.dlq} is empty: there is no dead letter"
+
+    # Look ────────────────────────────────────────────────────────────────────────────────────
+
+    def do_list(self) -> int:
+        """A page of letters as a table; as JSON lines, all of them."""
+        asked, now = self.asked, self.queue.now_ms()
+        size = asked.limit or (sys.maxsize if asked.all or asked.json else SHOWN)
+        start = ((asked.page or 1) - 1) * size
+        chosen = self.chosen()
+        page = islice(chosen, start, start + size)
+        if asked.json:
+            for letter in page:
+                print(json_line(letter.row(now)))
+            return int(self.missing)
+        shown = False
+        for line in columns("ID AGE KIND ATTEMPTS REASON ERROR", (x.cells(now) for x in page)):
+            shown = True
+            print(line)
+        if not shown:
+            complain(self.nothing())
+        elif next(chosen, None):
+            complain(f"there are more: --page {(asked.page or 1) + 1}, --limit N or --all")
+        return int(self.missing)
+
+    def do_show(self) -> int:
+        """Everything about the letters that are meant; about one, if nothing says which."""
+        asked, now, shown = self.asked, self.queue.now_ms(), False
+        size = asked.limit or (sys.maxsize if asked.all or self.which.narrow else 1)
+        for letter in islice(self.chosen(), size):
+            if asked.json:
+                body = {"payload": letter.body or letter.facts.get("payload")}
+                print(json_line(letter.row(now) | letter.facts | body))
+            else:
+                print("\n" * shown + "\n".join(portrait(letter, now)))
+            shown = True
+        if not (shown or self.missing):
+            complain(self.nothing())
+        return int(self.missing)
+
+    def do_group(self) -> int:
+        """One row per reason and sort of error, the most frequent first."""
+        now, groups = self.queue.now_ms(), dict[tuple[str, str], dict[str, Any]]()
+        for letter in self.chosen():
+            reason, error = plain(letter.facts.get("reason")), fingerprint(letter.error)
+            group = groups.setdefault(
+                (reason, error),
+                {"count": 0, "reason": reason, "first": None, "last": None, "example": letter.id},
+            )
+            group["count"] += 1
+            group["error"] = error
+            if (died := letter.died_ms) is not None:
+                group["first"] = min(died, group["first"] or died)
+                group["last"] = max(died, group["last"] or died)
+        ordered = sorted(groups.values(), key=lambda group: -group["count"])[: self.asked.limit]
+        if self.asked.json:
+            for group in ordered:
+                dates = {k: group[k] and iso(group[k]) for k in ("first", "last")}
+                print(json_line(group | dates))
+            return int(self.missing)
+        for group in ordered:
+            group |= {k: since(ago(now, group[k])) for k in ("first", "last")}
+        rows = ([str(fact) for fact in group.values()] for group in ordered)
+        for line in columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows):
+            print(line)
+        if not groups:
+            complain(self.nothing())
+        return int(self.missing)
+
+    # Move ────────────────────────────────────────────────────────────────────────────────────
+
+    def do_replay(self) -> int:
+        """Puts letters back on the queue; the oldest one that can be read, if nothing is chosen."""
+        asked, verb = self.asked, "would replay" if self.asked.dry_run else "replayed"
+        one = not (self.which.narrow or asked.all or asked.limit)
+        limit = 1 if one else asked.limit or sys.maxsize
+        self.listen()
+        with nullcontext() if one else self.receipt(verb):
+            for letter in self.chosen():
+                if self.moved == limit or self.stopping or (one and self.stay.total() >= PAGE):
+                    break
+                try:
+                    text = self.edited(letter)
+                except ValueError as error:
+                    self.stays(letter, printable(str(error)))
+                    continue
+                if asked.dry_run:
+                    self.moved += 1
+                    print(f"{verb} {letter.id}, {letter.about}")
+                elif self.move(letter, text) and one:
+                    left = self.queue.command("LLEN", self.dlq)
+                    print(f"{verb} {letter.id}, {letter.about}: {left} left in {self.dlq}")
+        if one and not self.moved:
+            complain("nothing was moved") if self.stay else print(self.nothing())
+            return int(self.stay.total() > 0)
+        return int(self.missing or self.stopping or (bool(self.stay) and not one))
+
+    def edited(self, letter: Letter) -> bytes:
+        """The message to put back, each --set done and shown. ValueError if that cannot be."""
+        text = revive(letter.raw)
+        if self.asked.set:
+            message = Message.parse(text)
+            body = message.text
+            for path, value in self.asked.set:
+                body, before = put(body, path, value)
+                name = f"{letter.id}  {plain('.'.join(path))}: "
+                print(paint(f"- {name}{plain(before)}", RED))
+                print(paint(f"+ {name}{plain(value)}", GREEN))
+            text = replace(message, text=body).encode()
+        return text
+
+    def move(self, letter: Letter, text: bytes) -> bool:
+        """Replays one letter, not sooner than --rate allows; False if it was gone."""
+        while not self.stopping and (wait := self.not_before - time.monotonic()) > 0:
+            time.sleep(min(wait, 0.1))
+        if self.stopping:
+            return False
+        began = time.monotonic()
+        within = letter.older + 1 if letter.near < 0 else 0
+        [word] = self.queue.do(self.queue.replay(letter.raw, text, letter.near, within))
+        took = time.monotonic() - began
+        pause = 1 / self.asked.rate if self.asked.rate else 0.0
+        self.not_before = began + max(pause, 2 * took if took > DEEP else 0.0)
+        letter.gone = True
+        return self.count(word == b"ok")
+
+    def count(self, by_us: bool) -> bool:
+        self.moved += by_us
+        self.taken += not by_us
+        return by_us
+
+    def stays(self, letter: Letter, why: str) -> None:
+        self.stay[why] += 1
+        if self.stay.total() <= SHOWN:
+            complain(f"{letter.id} stays where it is: {why}")
+
+    def listen(self) -> None:
+        """From here on, SIGINT and SIGTERM stop between two letters."""
+
+        def stop(number: int, frame: object) -> None:
+            if self.stopping:  # the second one, if Redis does not answer
+                raise KeyboardInterrupt
+            self.stopping = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+
+    @contextmanager
+    def receipt(self, verb: str) -> Iterator[None]:
+        """Says at the end, and at a fault too, how many were moved, how many not, and why."""
+        end = "broken off: "
+        try:
+            yield
+            end = "stopped by a signal: " if self.stopping else ""
+        finally:
+            parts = [f"{verb} {self.moved:,}"]
+            parts += [f"{n:,} stay where they are ({why})" for why, n in self.stay.most_common(5)]
+            parts += [f"{self.taken:,} had been taken by someone else"] * bool(self.taken)
+            print(end + "; ".join(parts))
+
+    def do_discard(self) -> int:
+        """Removes letters for good, after writing them to a file and asking."""
+        asked, chosen = self.asked, islice(self.chosen(), self.asked.limit)
+        if asked.dry_run:
+            for letter in chosen:
+                print(f"would discard {letter.id}, {letter.about}")
+            return int(self.missing)
+        name = time.strftime(f"discarded-%Y%m%dT%H%M%SZ-{os.getpid()}.jsonl", time.gmtime())
+        path = os.path.abspath(asked.file or name)
+        n = write_new(path, (saved(self.dlq, letter.raw) for letter in chosen))
+        if n and not asked.yes:
+            print(f"{n} letters of {self.dlq} are in {path} now.")
+            print(f"Type {n} to discard them: ", end="", flush=True)
+        if not n or not (asked.yes or sys.stdin.readline().strip() == str(n)):
+            os.remove(path)
+            complain("nothing was discarded" if n else self.nothing())
+            return int(n > 0 or self.missing)
+        self.listen()
+        with self.receipt("discarded"), open(path, encoding="ascii") as file:
+            for line in file:
+                if self.stopping:
+                    break
+                raw = unsaved(self.dlq, line)
+                self.count(self.queue.command("LREM", self.dlq, 1 if self.newest else -1, raw) > 0)
+        print(f"--restore {path} takes them back")
+        return int(self.missing or self.stopping)
+
+    def do_restore(self) -> int:
+        """Puts discarded letters back, at the oldest end; not again those that are there already.
+
+        So it can be killed and run again. But what was restored and has been replayed since then
+        would be restored a second time: the file does not know.
+        """
+        with open(self.asked.restore, encoding="utf-8", errors="replace") as file:
+            lost = [unsaved(self.dlq, line) for line in file]
+        wanted, there = set(lost), Counter[bytes]()
+        for letter in letters(self.queue, note=self.tick):
+            there[letter.raw] += letter.raw in wanted
+        lost = list((Counter(lost) - there).elements())
+        lost.sort(key=lambda raw: Letter(raw).died_ms or 0.0, reverse=True)
+        self.listen()
+        with self.receipt("restored"):
+            for i in range(0, len(lost), PAGE):
+                if self.stopping:
+                    break
+                self.queue.command("RPUSH", self.dlq, *lost[i : i + PAGE])
+                self.moved += len(lost[i : i + PAGE])
+        if there.total():
+            print(f"{there.total():,} were there already")
+        return int(self.stopping)
+
+    # See the whole ───────────────────────────────────────────────────────────────────────────
+
+    def do_status(self) -> int:
+        """Every state, what runs, what is due, the counters and the workers; once or again."""
+        before = None
+        while True:
+            now = survey(self.queue)
+            if self.asked.json:
+                print(json_line(now), flush=True)
+            else:
+                clear = "\x1b[H\x1b[2J" if self.asked.watch and sys.stdout.isatty() else ""
+                print(clear + "\n".join(overview(now, before)), flush=True)
+            if not self.asked.watch:
+                return 0
+            before = now
+            time.sleep(self.asked.watch)
+
+    def do_prometheus(self) -> int:
+        """The same as metrics, in the text format of Prometheus."""
+        print("\n".join(exposition(survey(self.queue))))
+        return 0
+
+    def do_health(self) -> int:
+        """Names each loop that stands still, and says if there is work and no worker."""
+        now, stale = survey(self.queue), self.asked.stale or STALE
+        troubles, alive = [], 0
+        for worker, loops in now["workers"].items():
+            if min(loops.values()) > GONE * stale:
+                continue
+            still = {loop: idle for loop, idle in loops.items() if idle > stale}
+            alive += "foreman" in loops and "foreman" not in still
+            for loop, idle in still.items():
+                troubles.append(f"{worker}: its {loop} has not moved for {since(idle)}")
+        work = sum(now["states"][name]["count"] for name in ("waiting", "running", "retrying"))
+        if work and not alive:
+            troubles.append(f"no worker is alive, and {work} messages wait for one")
+        print("\n".join(map(printable, troubles)) or f"healthy: {alive} workers, {work} messages")
+        return int(bool(troubles))
+
+    def do_check(self) -> int:
+        """One line for Nagios and its kin: how many, how old, and what the oldest died of."""
+        asked, now = self.asked, self.queue.now_ms()
+        depth = self.queue.command("LLEN", self.dlq)
+        page = [Letter(raw) for raw in self.queue.command("LRANGE", self.dlq, -PAGE, -1)][::-1]
+        age = oldest(page, now)
+        depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
+        ages = asked.warn_age or math.inf, asked.crit_age or math.inf
+        code = max(
+            level * (depth >= depths[level - 1] or (age or 0.0) >= ages[level - 1])
+            for level in (1, 2)
+        )
+        text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {depth} dead letters in {self.dlq}"
+        text += f", the oldest for {since(age)}: {page[0].error}" if page else ""
+        bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
+        data = f"depth={depth};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
+        print(f"{printable(text).replace('|', '/')} | {data}")
+        return code
+
+
+def portrait(letter: Letter, now_ms: float) -> Iterator[str]:
+    """A letter as lines: its facts, its payload, its failures in the order of time."""
+    facts, whole = letter.facts, 10**6
+    yield paint(f"{letter.id}  {letter.error}", BOLD)
+    if letter.problem:
+        yield f"  cannot be replayed: {letter.problem}"
+        yield f"  {printable(letter.raw.decode(errors='surrogateescape'), whole)}"
+    rows = {"kind": letter.body.get("kind"), "dead for": since(ago(now_ms, letter.died_ms))}
+    rows |= {k: v for k, v in facts.items() if k not in ("payload", "error", "history")}
+    yield from (f"  {printable(name, 30):16}  {plain(value)}" for name, value in rows.items())
+    payload = json.dumps(letter.body or facts.get("payload"), indent=2, ensure_ascii=False)
+    yield from ("  payload", *(f"    {printable(line, whole)}" for line in payload.split("\n")))
+    history, before = facts.get("history"), date_ms(facts.get("first_seen_at"))
+    yield from ["  history"] * bool(history)
+    for entry in history if isinstance(history, list) else ():
+        entry = entry if isinstance(entry, dict) else {"error": entry}
+        at, wait = date_ms(entry.get("at")), entry.get("wait")
+        after = f"+{(at - before) / 1000:.3f} s" if at and before else ""
+        then = "then dead" if wait is None else f"waits {plain(wait, 12)} s"
+        when = plain(entry.get("at"), 29)
+        yield f"    {when:29} {after:>12}  {then:15}  {plain(entry.get('error'))}"
+        before = at
+
+
+# ── The whole ─────────────────────────────────────────────────────────────────────────────────
+
+
+def peek(raw: bytes | None) -> Message:
+    """A message, to look at; an empty one if it cannot be read."""
+    try:
+        return Message.parse(raw or b"")
+    except Undecodable:
+        return Message("")
+
+
+def pairs(flat: list[bytes]) -> Iterator[tuple[str, bytes]]:
+    return ((k.decode(errors="replace"), v) for k, v in zip(flat[::2], flat[1::2], strict=True))
+
+
+def survey(queue: Queue) -> dict[str, Any]:
+    """What is where now: counts, ages, runs, due times, counters, workers. Times in seconds.
+
+    Bounded: of what runs a thousand are looked at, of what waits for a retry or is dead a page,
+    and only those can be the oldest here. Not one instant: what moves meanwhile may count twice.
+    """
+    ask, names, now = queue.command, queue.names, queue.now_ms()
+    running: list[dict[str, Any]] = []
+    for token, entry in islice(chain.from_iterable(queue.pages()), 1000):
+        owner, start, text = [*entry.split(b" ", 2), b"", b""][:3]
+        age = ago(now, int(start)) if start.isdigit() else None
+        run = {"token": token, "for": age, "kind": peek(text).kind}
+        running.append(run | {"owner": owner.decode(errors="replace")})
+    running.sort(key=lambda run: -(run["for"] or 0.0))
+    due, seen = [], []
+    for member, score in pairs(ask("ZRANGE", names.retry, 0, PAGE - 1, "WITHSCORES")):
+        message = peek(member.partition(":")[2].encode())
+        wait = round(min(max((float(score) - now) / 1000, -1e9), 1e9), 3)
+        due.append({"in": wait, "kind": message.kind, "attempts": message.attempts})
+        seen.append(ago(now, date_ms(message.first_seen_at)) or 0.0)
+    workers: dict[str, dict[str, float]] = {}
+    for i in range(0, ask("ZCARD", names.workers), 1000):
+        for member, score in pairs(ask("ZRANGE", names.workers, i, i + 999, "WITHSCORES")):
+            name, _, loop = member.rpartition("/")
+            workers.setdefault(name, {})[loop] = ago(now, float(score)) or 0.0
+    first = ask("LINDEX", names.next, -1) or ask("LINDEX", names.waiting, -1)
+    page = [Letter(raw) for raw in ask("LRANGE", names.dlq, -PAGE, -1)][::-1]
+    states = {
+        "waiting": (ask("LLEN", names.waiting) + ask("LLEN", names.next),
+                    ago(now, date_ms(peek(first).first_seen_at))),
+        "running": (ask("HLEN", names.running), running[0]["for"] if running else None),
+        "retrying": (ask("ZCARD", names.retry), max(seen, default=None)),
+        "dead": (ask("LLEN", names.dlq), oldest(page, now)),
+    }  # fmt: skip
+    return {
+        "queue": names.waiting,
+        "at": iso(now),
+        "states": {name: {"count": n, "oldest": age} for name, (n, age) in states.items()},
+        "running": running[:SHOWN],
+        "due": due[:SHOWN],
+        "overdue": ask("ZCOUNT", names.retry, "-inf", now),
+        "counters": {name: int(n) for name, n in sorted(pairs(ask("HGETALL", names.stats)))},
+        "workers": workers,
+    }
+
+
+def oldest(page: list[Letter], now_ms: float) -> float | None:
+    """The age of the first letter that says when it died."""
+    return next((age for x in page if (age := ago(now_ms, x.died_ms)) is not None), None)
+
+
+def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:
+    """The survey as lines for people; with rates, if there is one from before."""
+    yield paint(f"{printable(now['queue'])} at {now['at']}", BOLD)
+    rows = [[name, str(s["count"]), since(s["oldest"])] for name, s in now["states"].items()]
+    yield from ["", *columns("STATE COUNT OLDEST", rows)]
+    if now["due"]:
+        waits = ", ".join(f"{max(0.0, due['in']):.1f} s" for due in now["due"][:5])
+        yield f"the next retries are due in {waits}; {now['overdue']} are due already"
+    rows = [[printable(name), str(n)] for name, n in now["counters"].items()]
+    if before:
+        passed = ((date_ms(now["at"]) or 0.0) - (date_ms(before["at"]) or 0.0)) / 1000
+        for row, (name, n) in zip(rows, now["counters"].items(), strict=True):
+            rate = (n - before["counters"].get(name, 0)) / max(passed, 0.001)
+            row.append(f"{rate:.1f}/s")
+    yield from ["", *columns("COUNTER TOTAL" + " RATE" * bool(before), rows)]
+    rows = [[plain(run[name], 60) for name in ("token", "kind", "owner")] for run in now["running"]]
+    rows = [[*row, since(run["for"])] for row, run in zip(rows, now["running"], strict=True)]
+    yield from ["", *columns("RUNNING KIND WORKER FOR", rows)]
+    loops = [(name, *loop) for name, loops in now["workers"].items() for loop in loops.items()]
+    rows = [[printable(name), printable(loop), since(idle)] for name, loop, idle in loops[-100:]]
+    yield from ["", *columns("WORKER LOOP MOVED", rows)]
+
+
+def exposition(now: dict[str, Any]) -> Iterator[str]:
+    """The survey in the text format of Prometheus, version 0.0.4."""
+    states, workers = now["states"].items(), now["workers"].items()
+    metrics: dict[str, list[tuple[dict[str, str], float]]] = {
+        "qr_messages gauge Messages in each state.": [
+            ({"state": name}, state["count"]) for name, state in states],
+        "qr_oldest_seconds gauge Age of the oldest message known in each state.": [
+            ({"state": name}, state["oldest"]) for name, state in states if state["oldest"]],
+        "qr_overdue gauge Retries that are due and not taken yet.": [({}, now["overdue"])],
+        "qr_transitions_total counter Transitions since the counters began.": [
+            ({"transition": name}, n) for name, n in now["counters"].items()],
+        "qr_loop_idle_seconds gauge How long each loop of a worker has not moved.": [
+            ({"worker": name, "loop": loop}, idle)
+            for name, loops in workers for loop, idle in loops.items()],
+    }  # fmt: skip
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    for head, samples in metrics.items():
+        name, sort, text = head.split(" ", 2)
+        yield f"# HELP {name} {text}\n# TYPE {name} {sort}"
+        for labels, value in samples:
+            known = {"queue": now["queue"]} | labels
+            inside = ",".join(f'{key}="{v.translate(escapes)}"' for key, v in known.items())
+            yield f"{name}{{{inside}}} {value}"
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────
+
+
+def rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or float(text) == 0:
+        raise ValueError("a number above 0 is needed, such as 10 or 0.5")
+    return float(text)
+
+
+def age(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[smhdw]", text):
+        raise ValueError("an age is needed, such as 90s, 10m, 2h, 3d or 1w")
+    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[text[-1]]
+
+
+def letter_id(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{1,10}", text):
+        raise ValueError("an id as --list shows it is needed, or its beginning")
+    return text
+
+
+def words(text: str) -> str:
+    if not text:
+        raise ValueError("some text is needed")
+    return text
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    bare = re.fullmatch("/(.+)/", text, re.DOTALL)
+    try:
+        return re.compile(bare[1] if bare else re.escape(words(text)))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"this is no regular expression: {error}") from None
+
+
+def place(text: str) -> tuple[tuple[str, ...], str]:
+    path, equals, value = text.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ValueError("field=value is needed, such as user.id=42")
+    return tuple(path.split(".")), value
+
+
+def change(text: str) -> tuple[tuple[str, ...], str]:
+    """As `place`, but the value is JSON text: what was typed, if it is that, else a string."""
+    path, value = place(text)
+    if path[0] in RESERVED:
+        raise ValueError(f"{path[0]} is the queue's own")
+    try:
+        json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return path, json.dumps(value)
+    return path, value.strip()
+
+
+DOES = {
+    "list": "a table of letters, the newest first",
+    "show": "everything about each",
+    "group": "how many there are of each reason and sort of error",
+    "discard": "write them to a file, then remove them",
+    "restore": "put back what --discard has written to FILE",
+    "status": "the whole queue: states, runs, retries, counters, workers",
+    "prometheus": "the same as metrics",
+    "health": "exit 1, and name it, if a loop of a worker stands still",
+    "check": "a probe in the format of Nagios plug-ins",
+}
+VARIABLES = {"redis": "REDIS_URL", "queue": "QR_QUEUE"}
+LOOK, ANY = "list show group", "replay list show group discard"
+FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
+    # name, what it takes, its parser, what it goes with, help
+    ("kind", "KIND", words, ANY, "which letters: of this kind"),
+    ("reason", "WORD", words, ANY, "exhausted, permanent, undecodable, worker_died, timed_out"),
+    ("error", "TEXT", pattern, ANY, "with TEXT in the error, or matching a /regular expression/"),
+    ("older", "AGE", age, ANY, "dead for so long or longer"),
+    ("newer", "AGE", age, ANY, "dead for less"),
+    ("where", "FIELD=VALUE", place, ANY, "with this in the payload, such as user.id=42"),
+    ("all", "", bool, ANY, "every one that is there at the start"),
+    ("limit", "N", count, ANY, "at most N"),
+    ("newest", "", bool, ANY, "the newest first, as looking does"),
+    ("oldest", "", bool, ANY, "the oldest first, as replay and --discard do"),
+    ("dry-run", "", bool, "replay discard", "how: only say what would be done"),
+    ("rate", "N", rate, "replay", "not more than N a second"),
+    ("set", "FIELD=VALUE", change, "replay", "change the payload; VALUE is JSON, else text"),
+    ("yes", "", bool, "discard", "do not ask"),
+    ("file", "FILE", words, "discard", "where to write to (default discarded-TIME-PID.jsonl)"),
+    ("json", "", bool, LOOK + " status", "one JSON object per line"),
+    ("page", "N", count, "list", "which page of the table (default 1)"),
+    ("watch", "SECONDS", seconds, "status", "again and again until Ctrl-C (default every 2 s)"),
+    ("stale", "SECONDS", seconds, "health", f"what standing still is (default {STALE:g} s)"),
+    ("warn-depth", "N", count, "check", f"so many letters are a warning (default {DEPTH[0]})"),
+    ("crit-depth", "N", count, "check", f"so many are critical (default {DEPTH[1]})"),
+    ("warn-age", "AGE", age, "check", "an oldest letter of this age is a warning"),
+    ("crit-age", "AGE", age, "check", "an oldest letter of this age is critical"),
+)
+EPILOG = """\
+examples:
+  python replay.py                              put the oldest one back
+  python replay.py --group                      what do they die of?
+  python replay.py --list --reason permanent    which ones are these?
+  python replay.py --show 3f2a                  everything about one
+  python replay.py --error timeout --rate 10    put these back, ten a second
+  python replay.py 3f2a --set user.id=42        correct one and put it back
+  python replay.py --discard --older 30d        throw away; --restore FILE takes it back
+  python replay.py --status --watch             the whole queue, again and again
+
+All conditions must hold. An AGE is a number and s, m, h, d or w. REDIS_URL and QR_QUEUE do what
+--redis and --queue do.
+
+exit codes: 0 done; 1 partly done, not found, or not healthy; 2 a wrong option, or Redis needs a
+person. --check: 0 fine, 1 warning, 2 critical, 3 unknown."""
+
+
+def checked(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser whose ValueError reaches the person, with what was typed if that is no secret."""
+    note = f" (or in {VARIABLES[name]})" if name in VARIABLES else ""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            typed = "" if name == "redis" else f"{printable(repr(text), 60)}: "
+            raise argparse.ArgumentTypeError(f"{typed}{error}{note}") from None
+
+    return convert
+
+
+def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
+    """What to do, how, and with which letters. Exits with code 2 for what makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="replay.py",
+        usage="replay.py [what to do] [ID ...] [option ...]",
+        description="Puts dead letters back on the queue: the oldest one, if nothing else is said. "
+        "Looks at them, throws them away, and shows the whole queue.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
+                        help="a letter by its id, or by the beginning of it")  # fmt: skip
+    does = parser.add_mutually_exclusive_group()
+    for name, text in DOES.items():
+        how: dict[str, Any] = {"action": "store_true"}
+        if name == "restore":
+            how = {"metavar": "FILE", "type": checked(name, words)}
+        does.add_argument(f"--{name}", help=text, **how)
+    for name, metavar, parse, _, text in FLAGS:
+        how = {"metavar": metavar, "type": checked(name, parse)}
+        if not metavar:
+            how = {"action": "store_true"}
+        elif metavar == "FIELD=VALUE":
+            how |= {"action": "append", "default": []}
+        elif name == "watch":
+            how |= {"nargs": "?", "const": 2.0}
+        parser.add_argument(f"--{name}", help=text, **how)
+    for name, usual, parse in (("redis", "redis://127.0.0.1:6379/0", redis_url),
+                               ("queue", "q:tasks", key_name)):  # fmt: skip
+        parser.add_argument(f"--{name}", metavar=VARIABLES[name], type=checked(name, parse),
+                            default=os.environ.get(VARIABLES[name], usual),
+                            help=f"(default {usual})")  # fmt: skip
+    asked = parser.parse_intermixed_args(argv)
+    action = next((name for name in DOES if getattr(asked, name)), "replay")
+    said = ["id"] * bool(asked.id) + [f[0] for f in FLAGS if getattr(asked, f[0].replace("-", "_"))]
+    beside = {"id": ANY} | {flag[0]: flag[3] for flag in FLAGS}
+    for name in said:
+        if action not in beside[name].split():
+            parser.error(f"--{name} goes with {beside[name]}, not with {action}")
+    if asked.newest and asked.oldest:
+        parser.error("--newest or --oldest, not both")
+    asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)
+    which = Selection(tuple(asked.id), asked.kind, asked.reason, asked.error, asked.older,
+                      asked.newer, tuple(asked.where))  # fmt: skip
+    if action == "discard":
+        if not (which.narrow or asked.all or asked.limit):
+            parser.error("--discard needs an id, a condition, --limit or --all")
+        if not (asked.yes or asked.dry_run or (sys.stdin and sys.stdin.isatty())):
+            parser.error("--discard asks on a terminal; elsewhere it needs --yes")
+    return action, asked, which
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    argparse.ArgumentParser(prog="replay.py").parse_args(argv)
-    queue = Queue(os.environ.get("REDIS_URL", "redis://127.0.0.1:6379/0"))
+    fill_standard_files()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    argv = sys.argv[1:] if argv is None else argv
+    trouble = 3 if "--check" in argv else 2
     try:
-        return oldest(queue)
+        action, asked, which = read_command(argv)
+    except SystemExit as error:
+        return trouble if error.code else 0
+    queue, text = Queue(asked.redis, asked.queue), ""
+    try:
+        code: int = getattr(Desk(queue, asked, which), f"do_{action}")()
+        sys.stdout.flush()
+        return code
     except redis.RedisError as error:
-        text = printable(str(error)) if passing(error) else explain(queue, error)
-        print(f"replay: {text}", file=sys.stderr)
-        return 2
+        text = f"Redis at {queue.place()} does not answer: {printable(str(error))}"
+        text = text if passing(error) else explain(queue, error)
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        trouble = int(action not in LOOK)
+        silence()
+    except OSError as error:
+        text = printable(str(error))
+        silence()
+    except Problem as error:
+        text = str(error)
+    except KeyboardInterrupt:
+        trouble = int(action != "status")
+    if text and trouble == 3:
+        print(f"DLQ UNKNOWN - {text.replace('|', '/')}")
+    elif text:
+        complain(text)
+    return trouble
+
+
+def silence() -> None:
+    """Lets the interpreter's last flush go nowhere, instead of failing again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,7 @@ def test_the_waits_are_uniform_up_to_the_ceiling_and_no_two_workers_agree(
     """Two workers of two hands, started at one instant, with the same messages each."""
     handler("def process(msg):\n    raise ValueError('no')\n")
     queues = [Queue(server.url, name) for name in ("q:one", "q:two")]
-    texts = [
-        json.dumps({"n": n, "id": i, "attempts": n}) for i in range(EACH) for n in range(9)
-    ]
+    texts = [json.dumps({"n": n, "id": i, "attempts": n}) for i in range(EACH) for n in range(9)]
     for queue in queues:
         redis_client.lpush(queue.names.waiting, *texts)
     flags = ("--max-attempts", 20, "--concurrency", 2, "--base", int(BASE), "--cap", int(30 * BASE))

@@ -1,0 +1,94 @@
+"""A TCP proxy on loopback that can lose what passes through it, as networks do.
+
+    with Proxy(server.socket) as proxy:
+        proxy.url                   a redis:// URL that leads through the proxy
+        proxy.swallow()             a black hole: connections stay open, nothing comes through
+        proxy.heal()                new connections work; those that were in the hole stay there
+        proxy.lose_every(3)         every third reply is lost, and its connection with it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+
+
+class Proxy:
+    """Listens on a free port of 127.0.0.1 and passes bytes to and from a unix socket."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.hole = False
+        self.every = 0  # of so many replies, the last is lost; 0: none is
+        self.replies = 0
+        self.lock = threading.Lock()
+        self.open: list[socket.socket] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.listener.getsockname()[1]}/0"
+
+    def swallow(self) -> None:
+        self.hole = True
+
+    def heal(self) -> None:
+        self.hole = False
+
+    def lose_every(self, count: int) -> None:
+        self.every = count
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                try:
+                    far.connect(str(self.target))
+                except OSError:  # nobody there: as refused as it can be
+                    near.close()
+                    far.close()
+                    continue
+                self.open += [near, far]
+                # A connection made in the hole, or being there once, never gets out of it.
+                lost = threading.Event()
+                for ends in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self.carry, args=(*ends, lost), daemon=True).start()
+
+    def carry(
+        self, source: socket.socket, target: socket.socket, is_reply: bool, lost: threading.Event
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self.hole:
+                    lost.set()
+                if lost.is_set():
+                    continue
+                if is_reply and self.is_unlucky():
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            if not lost.is_set():
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def is_unlucky(self) -> bool:
+        with self.lock:
+            self.replies += 1
+            return self.every > 0 and self.replies % self.every == 0
+
+    def close(self) -> None:
+        # A shutdown wakes the thread that accepts (Linux); closing does so elsewhere.
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        for end in (self.listener, *self.open):
+            end.close()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,595 @@
+"""What a handler can do to its hand, and what becomes of its message.
+
+One worker runs a whole zoo of handlers, each an entry of ENDS or GOOD; then one test per animal
+looks at what is left. The rest of the file needs a worker of its own each: time limits, the death
+of hands, what `run` offers, handlers that cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+from conftest import Conservation, ledger
+from processes import PROJECT, Process, until
+from server import Server
+
+from worker import Queue
+
+# Every handler can note, in the order of the system, what it did: `mark` appends one line.
+PRELUDE = """
+import asyncio, ctypes, json, os, re, signal, sys, threading, time
+
+def mark(*words):
+    fd = os.open(os.environ["QR_DIR"] + "/marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(fd, (" ".join(map(str, words)) + "\\n").encode())
+    os.close(fd)
+"""
+
+
+def marks(folder: Path) -> list[str]:
+    path = folder / "marks"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def envelopes(queue: Queue, client: redis.Redis) -> list[dict[str, Any]]:
+    """The dead letters, oldest first."""
+    return [json.loads(text) for text in reversed(client.lrange(queue.names.dlq, 0, -1))]
+
+
+def stats(queue: Queue, client: redis.Redis) -> dict[str, int]:
+    return {name.decode(): int(n) for name, n in client.hgetall(queue.names.stats).items()}
+
+
+# --- The zoo --------------------------------------------------------------------------------------
+# Two runs each and then dead, with this reason and an error that starts with this text. The code is
+# the body of a function `kind(msg)`.
+
+ENDS: dict[str, tuple[str, str, str]] = {
+    "exit_0": ("exhausted", "SystemExit: 0", "sys.exit(0)"),
+    "exit_text": ("exhausted", "SystemExit: bye", "sys.exit('bye')"),
+    "keyboard": ("exhausted", "KeyboardInterrupt", "raise KeyboardInterrupt"),
+    "generator": ("exhausted", "GeneratorExit", "raise GeneratorExit"),
+    "stop_iteration": ("exhausted", "StopIteration", "next(iter([]))"),
+    "cancelled": ("exhausted", "CancelledError", "raise asyncio.CancelledError"),
+    "base": ("exhausted", "Own: x", "class Own(BaseException): pass\nraise Own('x')"),
+    "recursion": ("exhausted", "RecursionError", "def f(): f()\nf()"),
+    "memory": ("exhausted", "MemoryError", "bytearray(2**62)"),
+    "bare_raise": ("exhausted", "RuntimeError: No active exception", "raise"),
+    "empty": ("exhausted", "Exception (", "raise Exception()"),
+    "str_raises": ("exhausted", "Own: <", """
+class Own(Exception):
+    def __str__(self): raise SystemExit('in str')
+raise Own"""),
+    "str_recurses": ("exhausted", "Own: <", """
+class Own(Exception):
+    def __str__(self): return str(self)
+raise Own"""),
+    "str_is_none": ("exhausted", "Own: <", """
+class Own(Exception):
+    def __str__(self): return None
+raise Own"""),
+    "repr_raises": ("exhausted", "Own: <", """
+class Own(Exception):
+    def __repr__(self): raise ValueError('in repr')
+raise Own(Own(), 1)"""),
+    "args_raise": ("exhausted", "Own: x", """
+class Own(Exception):
+    @property
+    def args(self): raise ValueError('in args')
+raise Own('x')"""),
+    "attributes_raise": ("exhausted", "Own: x", """
+class Own(Exception):
+    def __getattr__(self, name): raise KeyboardInterrupt(name)
+raise Own('x')"""),
+    "traceback_raises": ("exhausted", "Own: ", """
+class Own(Exception):
+    @property
+    def __traceback__(self): raise ValueError('in traceback')
+raise Own('x')"""),
+    "no_name": ("exhausted", "Exception: x", "raise type('', (Exception,), {})('x')"),
+    "two_arguments": ("exhausted", "Own: a b", """
+class Own(Exception):
+    def __init__(self, a, b): super().__init__(f'{a} {b}'); self.lock = threading.Lock()
+raise Own('a', 'b')"""),
+    "huge": ("exhausted", "ValueError: xxx", "raise ValueError('x' * 20_000_000)"),
+    "cyclic": ("exhausted", "ValueError: a", """
+a, b = ValueError('a'), ValueError('b')
+a.__cause__, b.__cause__, a.__context__ = b, a, a
+raise a"""),
+    "deep_cause": ("exhausted", "ValueError: top", """
+error = ValueError('bottom')
+for i in range(5000):
+    error, error.__cause__ = ValueError(i), error
+raise ValueError('top') from error"""),
+    "forged": ("exhausted", r"ValueError: a\nworker: dead\r\x1b[2J\x85\u2028", r"""
+raise ValueError('a\nworker: dead\r\x1b[2J\x85\u2028 {"kind": "x"}' )"""),
+    "os_exit_3": ("worker_died", "WorkerDied: hand ", "os._exit(3)"),
+    "os_exit_0": ("worker_died", "WorkerDied: hand ", "os._exit(0)"),
+    "sigkill": ("worker_died", "WorkerDied: hand ", "os.kill(os.getpid(), signal.SIGKILL)"),
+    "sigsegv": ("worker_died", "WorkerDied: hand ", """
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+ctypes.string_at(0)"""),
+    "abort": ("worker_died", "WorkerDied: hand ", """
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.abort()"""),
+}  # fmt: skip
+if sys.version_info >= (3, 11):
+    GROUP = "raise ExceptionGroup('two', [ValueError(1), ExceptionGroup('in', [KeyError('k')])])"
+    ENDS["group"] = ("exhausted", "ExceptionGroup: two", GROUP)
+
+HOW = {
+    "os_exit_3": "exited with 3",
+    "os_exit_0": "exited with 0",
+    "sigkill": "was killed by SIGKILL",
+    "sigsegv": "was killed by SIGSEGV",
+    "abort": "was killed by SIGABRT",
+}
+
+# These return, whatever else they did, and are done after one run.
+GOOD: dict[str, str] = {
+    "returns": "return 17",
+    "coroutine": "return asyncio.sleep(0.01)",
+    "forks_return": "pid = os.fork()\nif pid: os.waitpid(pid, 0)",
+    "forks_raise": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse: raise ValueError('child')",
+    "forks_exit": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse: sys.exit(5)",
+    "multiprocessing": """
+import multiprocessing
+with multiprocessing.get_context('fork').Pool(2) as pool:
+    assert pool.map(abs, [-1, -2]) == [1, 2]""",
+    "process_pool": """
+import concurrent.futures, multiprocessing
+fork = multiprocessing.get_context('fork')
+with concurrent.futures.ProcessPoolExecutor(2, mp_context=fork) as pool:
+    assert list(pool.map(abs, [-1, -2])) == [1, 2]""",
+    "subprocess": "import subprocess\nsubprocess.run(['true'], check=True)",
+    "thread": "threading.Thread(target=time.sleep, args=(3600,)).start()",
+    "directory": "os.chdir('/')",
+    "umask": "os.umask(0o777)",
+    "environment": "qr = os.environ['QR_DIR']\nos.environ.clear()\nos.environ['QR_DIR'] = qr",
+    "signals": """
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_IGN)""",
+    "mask": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+    "timer": "signal.alarm(0)",
+    "default_timeout": "import socket\nsocket.setdefaulttimeout(0.000001)",
+    "seed": "import random\nrandom.seed(42)",
+    "session": "os.setsid() if os.getpid() != os.getpgrp() else None",
+    "close_ours": "os.closerange(3, 1000)",
+    "close_all": "os.closerange(0, 1000)",
+    "close_stdout": "sys.stdout.close()",
+    "no_streams": "sys.stdout = sys.stderr = None",
+    "path": "sys.path.clear()",
+    "trace": "sys.settrace(lambda *a: None)",
+    "prints": "print('x' * 100_000)",
+    "changes_message": "msg.clear()\nmsg['attempts'] = 99",
+}
+
+
+class Zoo(NamedTuple):
+    """What one worker left of the zoo."""
+
+    dead: dict[str, dict[str, Any]]  # kind → envelope
+    runs: dict[str, int]  # kind → how often the handler began
+    stats: dict[str, int]
+    left: list[bytes]  # messages that are neither done nor dead
+    worker: Process
+    code: int
+
+
+def source(kinds: dict[str, str]) -> str:
+    text = [PRELUDE]
+    for kind, body in kinds.items():
+        lines = body.strip("\n").splitlines()
+        text += [f"def {kind}(msg):", *(f"    {line}" for line in lines), ""]
+    text += ["def process(msg):", "    mark(msg['kind'])", "    return globals()[msg['kind']](msg)"]
+    return "\n".join(text) + "\n"
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
+    folder = tmp_path_factory.mktemp("zoo")
+    kinds = GOOD | {kind: body for kind, (_, _, body) in ENDS.items()}
+    (folder / "taskproc.py").write_text(source(kinds))
+    with Server(folder / "server") as server, server.client() as client:
+        queue = Queue(server.url)
+        client.lpush(queue.names.waiting, *[json.dumps({"kind": kind}) for kind in kinds])
+        environment = {"REDIS_URL": server.url, "QR_DIR": folder, "QR_APP_DIR": folder}
+        flags = ["--burst", "--concurrency", 2, "--max-attempts", 2, "--base", 0.01]
+        flags += ["--time-limit", 10, "--grace", 1]  # so that a hang is told from a failure
+        worker = Process([PROJECT / "worker.py", *flags], folder / "streams", environment)
+        try:
+            code = worker.wait(60)
+        finally:
+            worker.end()
+        places = ledger(queue, client)
+        dead = {letter["payload"]["kind"]: letter for letter in envelopes(queue, client)}
+        left = [text for place in places if place != "dlq" for text in places[place]]
+        began = marks(folder)
+        runs = {kind: began.count(kind) for kind in kinds}
+        yield Zoo(dead, runs, stats(queue, client), left, worker, code)
+        queue.close()
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_handler_that_fails_in_any_way_costs_its_own_attempts_and_nothing_else(
+    zoo: Zoo, kind: str
+) -> None:
+    """It runs exactly max_attempts times, and its dead letter says what happened, bounded."""
+    reason, error, _ = ENDS[kind]
+    assert zoo.runs[kind] == 2
+    letter = zoo.dead[kind]
+    assert (letter["reason"], letter["attempts"]) == (reason, 2)
+    assert letter["error"].startswith(error), letter["error"]
+    assert HOW.get(kind, "") in letter["error"]
+    assert len(letter["error"]) <= 600 and letter["error"].isprintable()
+    assert [entry["wait"] is None for entry in letter["history"]] == [False, True]
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_handler_that_returns_is_done_whatever_it_did_to_its_process(zoo: Zoo, kind: str) -> None:
+    assert kind not in zoo.dead, zoo.dead[kind]["error"]
+    assert zoo.runs[kind] == 1
+
+
+def test_the_worker_of_the_zoo_drains_it_and_leaves_in_peace(zoo: Zoo) -> None:
+    """Nothing is left, nothing is counted twice, no traceback is shown, and one event is a line."""
+    assert zoo.code == 0
+    assert zoo.left == []
+    assert zoo.dead.keys() == ENDS.keys()
+    assert zoo.stats["done"] == len(GOOD)
+    assert zoo.stats["dead"] == len(ENDS)
+    assert zoo.stats["retried"] == len(ENDS)
+    assert "Traceback" not in zoo.worker.err
+    assert all(line.startswith("worker: ") for line in zoo.worker.err.splitlines())
+    assert zoo.worker.err.count("dead attempts=2") == len(ENDS)
+
+
+# --- Time limits ----------------------------------------------------------------------------------
+
+LIMITS = ("--time-limit", 0.3, "--grace", 0.3, "--max-attempts", 1)
+
+OVERRUNS = {
+    "sleeps": "time.sleep(60)",
+    "computes": "while True: pass",
+    "regular_expression": "re.match(r'(a+)+$', 'a' * 60 + 'b')",
+    "catches_exception": """
+while True:
+    try: time.sleep(60)
+    except Exception: pass""",
+    "catches_all": """
+while True:
+    try: time.sleep(60)
+    except BaseException: pass""",
+    "turns_it_into_another": """
+try: time.sleep(60)
+except TimeoutError: raise ValueError('too slow')""",
+    "one_call_in_c": "import itertools\nsum(itertools.repeat(0))",
+    "holds_the_interpreter": """
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+ctypes.PyDLL(None).sleep(60)""",
+    "cancels_the_alarm": "signal.setitimer(signal.ITIMER_REAL, 0)\ntime.sleep(60)",
+    "ignores_the_alarm": "signal.signal(signal.SIGALRM, signal.SIG_IGN)\ntime.sleep(60)",
+    "child_returns_first": """
+if os.fork() == 0: return
+os.wait()
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+time.sleep(60)""",
+}  # fmt: skip
+
+
+def test_every_handler_is_ended_at_its_limit_and_the_short_ones_flow_past(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """Softly if it lets us, by SIGKILL a grace later if not; a failed run either way."""
+    handler(source(OVERRUNS | {"short": "return"}))
+    conservation.push(*[json.dumps({"kind": kind}) for kind in OVERRUNS])
+    conservation.push(*[json.dumps({"kind": "short", "id": i}) for i in range(20)])
+    process = worker("--burst", "--concurrency", 4, *LIMITS)
+    assert process.wait() == 0, process
+    letters = envelopes(conservation.queue, conservation.client)
+    assert {letter["payload"]["kind"] for letter in letters} == OVERRUNS.keys()
+    assert {(letter["reason"], letter["attempts"]) for letter in letters} == {("timed_out", 1)}
+    errors = {letter["payload"]["kind"]: letter["error"] for letter in letters}
+    for soft in ("sleeps", "computes", "regular_expression"):
+        assert errors[soft].startswith("TimeLimitExceeded: ran longer than 0.3 s (")
+    for hard in ("catches_all", "one_call_in_c", "holds_the_interpreter", "child_returns_first"):
+        assert errors[hard].endswith("killed")
+    assert conservation.done() == 20
+
+
+def test_the_limit_begins_anew_with_each_message(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """Also after a handler that ignored, blocked or cancelled the alarm of its own run."""
+    handler(source(GOOD | OVERRUNS))
+    kinds = [kind for bad in ("signals", "mask", "timer") for kind in (bad, "sleeps")]
+    conservation.push(*[json.dumps({"kind": kind, "n": n}) for n, kind in enumerate(kinds)])
+    process = worker("--burst", "--time-limit", 0.3, "--grace", 60, "--max-attempts", 1)
+    assert process.wait() == 0, process
+    letters = envelopes(conservation.queue, conservation.client)
+    assert [letter["reason"] for letter in letters] == ["timed_out"] * 3
+
+
+def test_a_coroutine_is_run_and_limited_like_a_function(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    handler(PRELUDE + """
+async def process(msg):
+    await asyncio.sleep(msg["seconds"])
+    if msg["seconds"]:
+        raise ValueError("in a coroutine")
+    mark("done")
+""")  # fmt: skip
+    conservation.push('{"seconds": 0}', '{"seconds": 0.01}', '{"seconds": 60}')
+    assert worker("--burst", *LIMITS).wait() == 0
+    letters = envelopes(conservation.queue, conservation.client)
+    assert {(letter["payload"]["seconds"], letter["reason"]) for letter in letters} == {
+        (0.01, "exhausted"),
+        (60, "timed_out"),
+    }
+    assert conservation.done() == 1
+
+
+def test_a_handler_in_c_code_keeps_its_lease(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """It holds the interpreter for two leases and more, while another worker looks for prey."""
+    handler(PRELUDE + "def process(msg): mark('began'); ctypes.PyDLL(None).usleep(2_200_000)")
+    first = worker("--lease", 1, "--burst")
+    conservation.push('{"kind": "long"}')
+    until(lambda: marks(qr_dir), saw=lambda: first)
+    second = worker("--lease", 1, "--burst")
+    assert first.wait() == 0 and second.wait() == 0
+    assert marks(qr_dir) == ["began"]
+    assert stats(conservation.queue, conservation.client) == {"done": 1}
+
+
+# --- The hand dies --------------------------------------------------------------------------------
+
+GATE = PRELUDE + """
+def process(msg):
+    mark(os.getpid(), msg["id"])
+    while not os.path.exists(os.environ["QR_DIR"] + "/gate"):
+        time.sleep(0.02)
+"""  # fmt: skip
+
+
+def test_a_killed_hand_costs_one_attempt_and_the_other_hands_never_notice(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """At once: the lease is an hour. The message runs again; the neighbours run on."""
+    handler(GATE)
+    conservation.push(*[json.dumps({"id": i}) for i in range(3)])
+    process = worker("--concurrency", 3, "--lease", 3600, "--base", 0.01)
+    began = until(lambda: len(marks(qr_dir)) == 3 and marks(qr_dir), saw=lambda: process)
+    pid, victim = (int(word) for word in began[0].split())
+    os.kill(pid, signal.SIGKILL)
+    again = until(lambda: marks(qr_dir)[3:], saw=lambda: process)
+    assert int(again[0].split()[1]) == victim
+    others = {int(line.split()[0]) for line in began[1:]}
+    assert others < set(process.children())
+    (qr_dir / "gate").touch()
+    until(lambda: conservation.done() == 3, saw=lambda: process)
+    assert stats(conservation.queue, conservation.client) == {"done": 3, "retried": 1}
+    assert len(marks(qr_dir)) == 4
+    assert process.err.count("was killed by SIGKILL") == 1
+    assert process.stop() == 0
+
+
+def test_an_idle_hand_that_is_killed_is_replaced(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """Three times in a row, before any message: the worker neither leaves nor spins."""
+    handler(GATE)
+    process = worker()
+    for _ in range(3):
+        [hand] = until(process.children, saw=lambda: process)
+        until(lambda: "handler " in process.err, saw=lambda: process)
+        os.kill(hand, signal.SIGKILL)
+        until(lambda hand=hand: process.children() not in ([], [hand]), saw=lambda: process)
+    (qr_dir / "gate").touch()
+    conservation.push('{"id": 1}')
+    until(conservation.done, saw=lambda: process)
+    assert stats(conservation.queue, conservation.client) == {"done": 1}
+    assert process.stop() == 0
+
+
+def test_a_hand_that_is_asked_to_leave_by_a_stranger_is_replaced(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """It finishes its message first."""
+    handler(GATE)
+    conservation.push('{"id": 1}')
+    process = worker()
+    [first] = until(lambda: marks(qr_dir), saw=lambda: process)
+    os.kill(int(first.split()[0]), signal.SIGTERM)
+    (qr_dir / "gate").touch()
+    until(conservation.done, saw=lambda: process)
+    conservation.push('{"id": 2}')
+    until(lambda: conservation.done() == 2, saw=lambda: process)
+    assert marks(qr_dir)[1].split()[0] != first.split()[0]
+    assert process.stop() == 0
+
+
+# --- Handlers that cannot be loaded ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def process(msg:", "SyntaxError"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise KeyError('SETTING')", "KeyError: 'SETTING'"),
+        ("import sys\nsys.exit(4)", "SystemExit: 4"),
+        ("def other(msg): pass", "no attribute 'process'"),
+        ("process = 3", "is not a callable"),
+        ("\0", "null bytes"),
+    ],
+)
+def test_a_handler_that_cannot_be_loaded_ends_the_worker(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    text: str,
+    says: str,
+) -> None:
+    """Exit code 3, one line that names the file and the reason, and nothing claimed."""
+    path = handler(text)
+    conservation.push('{"id": 1}')
+    process = worker("--concurrency", 2)
+    assert process.wait() == 3, process
+    [line] = [line for line in process.err.splitlines() if "cannot load" in line]
+    assert str(path) in line and says in line
+    assert "Traceback" not in process.err
+    assert conservation.client.llen(conservation.queue.names.waiting) == 1
+    assert not stats(conservation.queue, conservation.client)
+
+
+def test_a_handler_that_breaks_while_the_worker_runs_ends_it_too(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """A new hand loads the file anew, and a syntax error there is no reason to fork for ever."""
+    path = handler("import os\ndef process(msg): msg['code'] and os._exit(msg['code'])")
+    process = worker("--base", 0.01)
+    conservation.push('{"code": 0}')
+    until(conservation.done, saw=lambda: process)
+    path.write_text("def process(msg:")
+    conservation.push('{"code": 9}')
+    assert process.wait() == 3
+    assert "exited with 9" in process.err and "cannot load" in process.err
+
+
+def test_another_handler_can_be_named(
+    worker: Callable[..., Process], conservation: Conservation, tmp_path: Path
+) -> None:
+    """--process module:function is looked for in the current folder, at any depth."""
+    package = tmp_path / "jobs"
+    package.mkdir()
+    (package / "mail.py").write_text("class Box:\n    def send(msg): print('sent', msg['to'])\n")
+    conservation.push('{"to": "me"}')
+    process = worker("--burst", "--process", "jobs.mail:Box.send", cwd=tmp_path)
+    assert process.wait() == 0, process
+    assert process.out == "sent me\n"
+    assert "worker: handler jobs.mail:Box.send\n" in process.err
+
+
+# --- What a handler may ask of its run ------------------------------------------------------------
+
+
+def test_a_handler_that_takes_its_run_gets_token_attempts_and_stage(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """Tokens rise, attempts count failed runs, and the stage outlives a failure and a death."""
+    handler(PRELUDE + """
+def process(msg, run):
+    mark(json.dumps([run.token, run.attempts, run.stage]))
+    run.checkpoint({"step": run.attempts, "text": 'a "b"\\n'})
+    if run.attempts == 0: raise ValueError
+    if run.attempts == 1: os._exit(1)
+""")  # fmt: skip
+    conservation.push('{"n": 1.10}')
+    assert worker("--burst", "--base", 0.01).wait() == 0
+    runs = [json.loads(line) for line in marks(qr_dir)]
+    assert [attempts for _, attempts, _ in runs] == [0, 1, 2]
+    stages = [stage for _, _, stage in runs]
+    assert stages == [None, {"step": 0, "text": 'a "b"\n'}, {"step": 1, "text": 'a "b"\n'}]
+    tokens = [token for token, _, _ in runs]
+    assert tokens == sorted(set(tokens))
+
+
+def test_the_last_stage_is_in_the_dead_letter(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    handler("def process(msg, run):\n    run.checkpoint(['half', 1])\n    raise ValueError")
+    conservation.push('{"n": 1.10}')
+    assert worker("--burst", "--max-attempts", 1).wait() == 0
+    [letter] = envelopes(conservation.queue, conservation.client)
+    assert (letter["stage"], letter["payload"], letter["attempts"]) == (["half", 1], {"n": 1.1}, 1)
+
+
+def test_follow_up_messages_appear_when_the_run_is_done_and_only_then(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """Pushed once, although the run failed once after pushing."""
+    handler(PRELUDE + """
+def process(msg, run):
+    mark(msg["kind"])
+    if msg["kind"] == "parent":
+        run.push({"kind": "child"})
+        if run.attempts == 0: raise ValueError
+""")  # fmt: skip
+    conservation.push('{"kind": "parent"}')
+    conservation.pushed['{"kind": "child"}'] += 1
+    assert worker("--burst", "--base", 0.01).wait() == 0
+    assert marks(qr_dir) == ["parent", "parent", "child"]
+
+
+@pytest.mark.parametrize("stage", ["float('nan')", "{1, 2}", "object()"])
+def test_a_stage_that_is_no_json_is_the_handlers_error(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    stage: str,
+) -> None:
+    handler(f"def process(msg, run): run.checkpoint({stage})")
+    conservation.push('{"n": 1}')
+    assert worker("--burst", "--max-attempts", 1).wait() == 0
+    [letter] = envelopes(conservation.queue, conservation.client)
+    assert letter["error"].startswith(("ValueError", "TypeError")) and "stage" not in letter
+
+
+def test_a_run_that_was_taken_over_learns_it_at_its_checkpoint(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """LeaseLost is raised in the handler; what it does after that has no effect."""
+    handler(PRELUDE + """
+def process(msg, run):
+    mark(run.token)
+    while not os.path.exists(os.environ["QR_DIR"] + "/gate"): time.sleep(0.02)
+    try: run.checkpoint(1)
+    except Exception as error: mark(type(error).__name__); raise
+""")  # fmt: skip
+    conservation.push('{"n": 1}')
+    process = worker("--lease", 3600)
+    [token] = until(lambda: marks(qr_dir), saw=lambda: process)
+    # Somebody else takes the run over: nothing but its place changes hands.
+    queue = conservation.queue
+    conservation.client.zadd(queue.names.leases, {token: 0})
+    [reply] = queue.do(queue.reclaim("thief", 3600))
+    assert reply[0] == b"run"
+    (qr_dir / "gate").touch()
+    until(lambda: marks(qr_dir)[1:] == ["LeaseLost"], saw=lambda: process)
+    assert process.stop() == 0
+    assert process.err.count("its result is refused") == 1
+    assert ledger(queue, conservation.client)["running"] == [b'{"n": 1}']

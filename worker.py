@@ -1677,7 +1677,8 @@ class Watchman:
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # an entry made by hand
             failed = datetime.fromisoformat(load(oldest)["failed_at"])
             age = f", the oldest for {span(queue.now_ms() / 1000 - failed.timestamp())}"
-        log(f"warning: dead letters in {queue.names.dlq}: {depth}{age}; see python replay.py --list")
+        text = f"dead letters in {queue.names.dlq}: {depth}{age}; see python replay.py --list"
+        log(f"warning: {text}")
 
     def tend(self, queue: Queue) -> None:
         """Looks after the command: ends it when it takes too long, starts it for the next one."""

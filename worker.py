@@ -851,7 +851,8 @@ def describe(error: BaseException) -> str:
     """`Type: text (file:line in function)` in one line, whatever the exception does when asked."""
     name = where = text = ""
     try:
-        name, trace = type(error).__name__, error.__traceback__
+        name = type(error).__name__
+        trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             if code.co_filename != describe.__code__.co_filename:  # the deepest line not ours
@@ -1769,7 +1770,8 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
             raise error
         return f"the Redis user may not run {command} in a script: {printable(text)}", [], 0.0
     probe = queue.names.probe
-    queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", SHORTEST)
+    with suppress(redis.exceptions.OutOfMemoryError):  # may run, and a full Redis has to be drained
+        queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", SHORTEST)
     queue.command("HSCAN", probe, 0)
     queue.command("ZMSCORE", probe, "x")
     product = "Valkey" if "valkey_version" in info else "Redis"
@@ -1798,10 +1800,8 @@ def explain(queue: Queue, error: Exception) -> str:
 
 
 def seconds(text: str, least: float = 0.0) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    number = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?", text)
+    value = float(text) if number else -1.0
     if not least <= value <= 1e9 or value == 0:
         bound = f"from {least:g} up" if least else "above 0"
         raise ValueError(f"a number of seconds {bound} is needed, such as 30 or 2.5")

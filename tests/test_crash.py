@@ -19,7 +19,7 @@ from processes import Process, until
 
 from worker import Queue
 
-MESSAGES = 3_000
+MESSAGES = 2_500
 WORKERS, HANDS, ATTEMPTS = 2, 2, 5
 
 # What a run needs is in the id: most work at once, every tenth at the second run, some never.
@@ -44,7 +44,7 @@ def needed(number: int) -> int:
     return ATTEMPTS if number % 100 == 1 else 2 if number % 10 == 0 else 1
 
 
-@pytest.mark.parametrize(("victim", "kills"), [("hand", 40), ("foreman", 10), ("both", 10)])
+@pytest.mark.parametrize(("victim", "kills"), [("hand", 30), ("foreman", 8), ("both", 8)])
 def test_kill_9_loses_nothing_and_repeats_only_what_it_cut_off(
     victim: str,
     kills: int,
@@ -58,7 +58,8 @@ def test_kill_9_loses_nothing_and_repeats_only_what_it_cut_off(
     """Each message ends as done or dead, one or the other; all runs are accounted for.
 
     A kill -9 of a hand cuts off one run at most, and that run is charged as a failed one. So there
-    are no more runs than the messages need by themselves and the kills explain.
+    are no more runs than the messages need by themselves and the kills explain; and, should this
+    machine stand still for longer than a lease, the late results that were refused.
     """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -108,4 +109,5 @@ def test_kill_9_loses_nothing_and_repeats_only_what_it_cut_off(
         assert runs[envelope["payload"]["id"]] <= ATTEMPTS
     assert runs.keys() | dead_ids == set(range(MESSAGES))
     cut_off = kills * (1 if victim == "hand" else HANDS)
-    assert runs.total() <= sum(map(needed, range(MESSAGES))) + cut_off
+    late = int(redis_client.hget(queue.names.stats, "refused") or 0)
+    assert runs.total() <= sum(map(needed, range(MESSAGES))) + cut_off + late

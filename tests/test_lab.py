@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,14 @@ def test_five_failures_make_a_dead_letter_whatever_was_raised(
     qr_dir: Path,
     statement: str,
 ) -> None:
-    """`attempts=<n>` at every re-queue, in requeue.out and on stdout alike; then one envelope."""
+    """`attempts=<n>` at every re-queue, in requeue.out and on stdout alike; then one envelope.
+
+    Its dates are the server's, in UTC, wherever the worker is.
+    """
     handler(f"def process(msg):\n    {statement}\n")
     redis_client.lpush(QUEUE, *FIRST_LINE)
-    worker = run(flat / "worker.py", QR_BASE=QUICK)
+    begin, _ = redis_client.time()
+    worker = run(flat / "worker.py", QR_BASE=QUICK, TZ="Asia/Kolkata")
     until(lambda: redis_client.llen(QUEUE + ":dlq") == len(FIRST_LINE), saw=lambda: worker)
     assert worker.stop(signal.SIGINT) == 0
     assert "Traceback" not in worker.err + worker.out
@@ -157,7 +162,10 @@ def test_five_failures_make_a_dead_letter_whatever_was_raised(
         assert type(envelope["attempts"]) is int
         assert envelope["reason"] == "exhausted"
         assert envelope["error"].startswith(name)
-        assert re.fullmatch(DATE, envelope["first_seen_at"])
+        for name_of_date in ("first_seen_at", "failed_at"):
+            assert re.fullmatch(DATE, envelope[name_of_date])
+            at = datetime.fromisoformat(envelope[name_of_date]).timestamp()
+            assert begin - 1 <= at <= redis_client.time()[0] + 1
 
 
 def test_a_line_is_there_at_once_while_the_worker_runs_on(
@@ -176,7 +184,7 @@ def test_counting_goes_on_after_a_restart(
     redis_client: redis.Redis, worker: Callable[..., Process], qr_dir: Path
 ) -> None:
     redis_client.lpush(QUEUE, BAD)
-    for n in range(1, 5):
+    for n in (1, 2):
         started = worker("--base", LONG, "--cap", LONG)
         wait_for_a_requeue(started)
         assert started.stop(signal.SIGINT) == 0
@@ -184,9 +192,9 @@ def test_counting_goes_on_after_a_restart(
         [member] = redis_client.zrange(QUEUE + ":retry", 0, -1)
         assert json.loads(member.partition(b":")[2])["attempts"] == n
         redis_client.zadd(QUEUE + ":retry", {member: 0})  # its time has come
-    last = worker("--burst")
+    last = worker("--burst", QR_BASE=QUICK)
     assert last.wait() == 0
-    assert requeues(last.out) == []
+    assert [line.split()[0] for line in requeues(last.out)] == ["attempts=3", "attempts=4"]
     [envelope] = dead(redis_client)
     assert envelope["attempts"] == 5
     assert len(requeues((qr_dir / "requeue.out").read_text())) == 4
@@ -366,15 +374,15 @@ def test_a_replayed_message_has_its_five_runs_again(
     redis_client: redis.Redis, flat: Path, run: Callable[..., Process]
 ) -> None:
     redis_client.lpush(QUEUE, BAD)
-    for _ in range(3):
+    for _ in range(2):
         worker = run(flat / "worker.py", "--burst", QR_BASE=QUICK)
         assert worker.wait() == 0
         assert len(requeues(worker.out)) == 4
         assert run(flat / "replay.py").wait() == 0
     message = json.loads(redis_client.lindex(QUEUE, 0))
-    assert message["_retry"]["replays"] == 3
-    assert message["_retry"]["earlier_attempts"] == 15
-    assert len(message["_retry"]["history"]) == 15
+    assert message["_retry"]["replays"] == 2
+    assert message["_retry"]["earlier_attempts"] == 10
+    assert len(message["_retry"]["history"]) == 10
 
 
 # ---- The four rooms ----------------------------------------------------------------------------

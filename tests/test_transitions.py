@@ -877,3 +877,47 @@ def test_due_retries_take_at_most_every_second_turn_while_others_wait(
     while_fresh_waits = order[: order.rindex("f")]
     assert "rr" not in while_fresh_waits
     assert "ff" not in while_fresh_waits
+
+
+def test_without_a_fault_every_message_runs_exactly_once(
+    queue: Queue,
+    redis_client: redis.Redis,
+    handler: Callable[[str], Path],
+    worker: Callable[..., Process],
+    tmp_path: Path,
+) -> None:
+    """Four hands, a look for expired leases every second, a thousand retries due at one instant."""
+    ran = tmp_path / "ran"
+    handler(f"""
+import os
+
+ran = os.open({str(ran)!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+def process(msg):
+    os.write(ran, b"%d\\n" % msg["id"])
+""")
+    redis_client.lpush(queue.names.waiting, *[b'{"id": %d}' % i for i in range(2_000)])
+    redis_client.zadd(
+        queue.names.retry, {b'%d:{"id": %d}' % (i, i): 1 for i in range(2_000, 3_000)}
+    )
+    workers = [worker("--burst", "--concurrency", 2, "--lease", 3) for _ in range(2)]
+    assert [process.wait() for process in workers] == [0, 0]
+    assert Counter(map(int, ran.read_text().split())) == Counter(range(3_000))
+    assert places(queue) == {}
+
+
+def test_a_thousand_runs_of_dead_workers_go_on(
+    conservation: Conservation,
+    queue: Queue,
+    redis_client: redis.Redis,
+    handler: Callable[[str], Path],
+    worker: Callable[..., Process],
+) -> None:
+    """Each is charged one attempt, and runs again."""
+    handler("def process(msg):\n    assert msg['attempts'] == 1\n")
+    conservation.push(*[b'{"id": %d}' % i for i in range(1_000)])
+    replies = queue.do(*[queue.claim("gone", LEASE)] * 1_000)
+    expire(queue, *[reply[1] for reply in replies])
+    assert worker("--burst", "--lease", 1, "--base", 0.01).wait() == 0
+    assert places(queue) == {}
+    assert redis_client.hmget(queue.names.stats, "done", "reclaimed", "retried") == [b"1000"] * 3

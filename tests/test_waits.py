@@ -21,7 +21,7 @@ from worker import Queue
 # slow machine adds to a wait does not count.
 BASE = 3e7
 CEILINGS = (1, 2, 4, 8, 16, 30, 30, 30, 30)  # in bases, for n = 0 … 8
-EACH = 250  # messages of each n for each worker
+EACH = 150  # messages of each n for each worker
 
 # By the inequality of Dvoretzky, Kiefer and Wolfowitz, P(distance > d) <= 2 exp(-2 m d²) for m
 # draws. The bound is at 1e-12, so a right distribution fails here once in the life of the project

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -58,7 +58,9 @@ from worker import (
     span,
 )
 
-PAGE = 200  # dead letters read at a time
+PAGE = 500  # dead letters read at a time at most; fewer if they are large
+PAGE_BYTES = 500_000  # what a page should hold, so that reading it holds Redis for a millisecond
+OVERLAP = 50  # letters of the page before that are read again, to notice what others took out
 SHOWN = 20  # rows of a table, if nothing says otherwise
 DEEP = 0.005  # seconds; a step that held Redis longer is followed by as long a rest
 STALE = 60.0  # seconds without progress after which a loop stands still, for --health
@@ -169,7 +171,7 @@ class Letter:
             return printable(str(error))
         return ""
 
-    @property
+    @cached_property
     def error(self) -> str:
         return plain(self.facts.get("error")) if self.facts else f"cannot be read: {self.problem}"
 
@@ -177,7 +179,7 @@ class Letter:
     def about(self) -> str:
         return f"kind {plain(self.body.get('kind'), 40)}, {self.error}"
 
-    @property
+    @cached_property
     def died_ms(self) -> float | None:
         return date_ms(self.facts.get("failed_at"))
 
@@ -226,21 +228,27 @@ def letters(
     """
     dlq, fence = queue.names.dlq, queue.command("GET", queue.names.fence) or b""
     last_token = max(queue.now_ms() * 1000 + 999, int(fence[:18]) if fence.isdigit() else 0)
-    there, read = int(queue.command("LLEN", dlq)), 0
+    there, read, size = int(queue.command("LLEN", dlq)), 0, SHOWN
     at = there if newest else 0  # the next page is what lies below; oldest first: from here on
-    tail: deque[bytes] = deque(maxlen=PAGE)  # the last letters seen that are still in their place
+    tail: deque[bytes] = deque(maxlen=OVERLAP)  # the last letters that were seen and are left
     while read < there and (at > 0 or not newest):
         note(read, there)
         if newest:
-            low, high = max(at - PAGE, 0), at + len(tail)
+            low, high = max(at - size, 0), at + len(tail)
         else:
-            low, high = at - len(tail), at + PAGE
+            low, high = at - len(tail), at + size
         block = queue.command("LRANGE", dlq, -high, -low - 1)
         block = block if newest else block[::-1]
         fresh = behind(list(tail), block)
-        if not fresh and not newest:
-            return
+        if not newest and len(fresh) == len(block):
+            if tail:  # others took out all of it, and who knows how much more: begin again
+                at = read = 0
+                tail.clear()
+                continue
+            if not block:
+                return
         at = low if newest else low + len(block) - len(fresh)
+        small = sum(map(len, block)) < PAGE_BYTES
         for i, raw in enumerate(fresh[: there - read]):
             older = low + len(fresh) - 1 - i if newest else at
             letter = Letter(raw, older, 1 if older > there // 2 else -1, last_token)
@@ -249,6 +257,7 @@ def letters(
             if not letter.gone:
                 tail.append(raw)
                 at += not newest
+        size = min(size * 2, PAGE) if small else max(size // 2, 1)
 
 
 # ── Which letters ─────────────────────────────────────────────────────────────────────────────
@@ -277,11 +286,12 @@ class Selection:
     def fits(self, letter: Letter, now_ms: float) -> bool:
         if self.ids and not letter.id.startswith(self.ids):
             return False
-        age = ago(now_ms, letter.died_ms)
+        timed = (self.older, self.newer) != (None, None)
+        age = ago(now_ms, letter.died_ms) if timed else None
         return (
             not letter.late
-            and self.kind in (None, plain(letter.body.get("kind")))
-            and self.reason in (None, plain(letter.facts.get("reason")))
+            and (self.kind is None or self.kind == plain(letter.body.get("kind")))
+            and (self.reason is None or self.reason == plain(letter.facts.get("reason")))
             and (self.error is None or self.error.search(letter.error) is not None)
             and (self.older is None or (age is not None and age >= self.older))
             and (self.newer is None or (age is not None and age < self.newer))
@@ -303,15 +313,17 @@ def is_at(value: Any, path: tuple[str, ...], text: str) -> bool:
     return value == text or (alike and value == wanted)
 
 
+@lru_cache
 def fingerprint(error: str) -> str:
     """What equal faults have in common: an error without its numbers, ids and quoted texts.
 
-    The place at the end, (file:line in function), stays as it is.
+    The place at the end, (file:line in function), and the status of HTTP stay as they are.
     """
     place = re.search(r" \([^()]*:\d+ in [^()]*\)$", error)
     text = error[: place.start()] if place else error
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", text)
-    text = re.sub(r"\b(?=[\da-fA-F-]*\d)(0x)?[\da-fA-F]+(-[\da-fA-F]+)*\b|\d+", "#", text)
+    number = r"\b(?=[\da-fA-F-]*\d)(0x)?[\da-fA-F]+(-[\da-fA-F]+)*\b|\d+"
+    text = re.sub(f"(HTTP |status )?({number})", lambda m: m[0] if m[1] else "#", text)
     return text + (place[0] if place else "")
 
 
@@ -469,12 +481,11 @@ class Desk:
         now, groups = self.queue.now_ms(), dict[tuple[str, str], dict[str, Any]]()
         for letter in self.chosen():
             reason, error = plain(letter.facts.get("reason")), fingerprint(letter.error)
-            group = groups.setdefault(
-                (reason, error),
-                {"count": 0, "reason": reason, "first": None, "last": None, "example": letter.id},
-            )
+            key = (reason, error)
+            group = groups.get(key) or groups.setdefault(
+                key, {"count": 0, "reason": reason, "first": None, "last": None,
+                      "example": letter.id, "error": error})  # fmt: skip
             group["count"] += 1
-            group["error"] = error
             if (died := letter.died_ms) is not None:
                 group["first"] = min(died, group["first"] or died)
                 group["last"] = max(died, group["last"] or died)
@@ -580,7 +591,7 @@ class Desk:
             end = "stopped by a signal: " if self.stopping else ""
         finally:
             parts = [f"{verb} {self.moved:,}"]
-            parts += [f"{n:,} stay where they are ({why})" for why, n in self.stay.most_common(5)]
+            parts += [f"{n:,} left in place ({why})" for why, n in self.stay.most_common(5)]
             parts += [f"{self.taken:,} had been taken by someone else"] * bool(self.taken)
             print(end + "; ".join(parts))
 
@@ -619,9 +630,9 @@ class Desk:
         """
         with open(self.asked.restore, encoding="utf-8", errors="replace") as file:
             lost = [unsaved(self.dlq, line) for line in file]
-        wanted, there = set(lost), Counter[bytes]()
-        for letter in letters(self.queue, note=self.tick):
-            there[letter.raw] += letter.raw in wanted
+        wanted = set(lost)
+        walk = letters(self.queue, note=self.tick)
+        there = Counter(letter.raw for letter in walk if letter.raw in wanted)
         lost = list((Counter(lost) - there).elements())
         lost.sort(key=lambda raw: Letter(raw).died_ms or 0.0, reverse=True)
         self.listen()
@@ -671,14 +682,14 @@ class Desk:
         work = sum(now["states"][name]["count"] for name in ("waiting", "running", "retrying"))
         if work and not alive:
             troubles.append(f"no worker is alive, and {work} messages wait for one")
-        print("\n".join(map(printable, troubles)) or f"healthy: {alive} workers, {work} messages")
+        print("\n".join(map(printable, troubles)) or f"healthy: workers {alive}, messages {work}")
         return int(bool(troubles))
 
     def do_check(self) -> int:
         """One line for Nagios and its kin: how many, how old, and what the oldest died of."""
         asked, now = self.asked, self.queue.now_ms()
         depth = self.queue.command("LLEN", self.dlq)
-        page = [Letter(raw) for raw in self.queue.command("LRANGE", self.dlq, -PAGE, -1)][::-1]
+        page = [Letter(raw) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)][::-1]
         age = oldest(page, now)
         depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
         ages = asked.warn_age or math.inf, asked.crit_age or math.inf
@@ -704,8 +715,12 @@ def portrait(letter: Letter, now_ms: float) -> Iterator[str]:
     rows = {"kind": letter.body.get("kind"), "dead for": since(ago(now_ms, letter.died_ms))}
     rows |= {k: v for k, v in facts.items() if k not in ("payload", "error", "history")}
     yield from (f"  {printable(name, 30):16}  {plain(value)}" for name, value in rows.items())
-    payload = json.dumps(letter.body or facts.get("payload"), indent=2, ensure_ascii=False)
-    yield from ("  payload", *(f"    {printable(line, whole)}" for line in payload.split("\n")))
+    yield "  payload"
+    try:
+        text = Message.parse(revive(letter.raw)).text
+        yield from (printable(line, whole) for line in outline(text, "    "))
+    except ValueError:
+        yield f"    {plain(facts.get('payload'), whole)}"
     history, before = facts.get("history"), date_ms(facts.get("first_seen_at"))
     yield from ["  history"] * bool(history)
     for entry in history if isinstance(history, list) else ():
@@ -716,6 +731,15 @@ def portrait(letter: Letter, now_ms: float) -> Iterator[str]:
         when = plain(entry.get("at"), 29)
         yield f"    {when:29} {after:>12}  {then:15}  {plain(entry.get('error'))}"
         before = at
+
+
+def outline(text: str, pad: str) -> Iterator[str]:
+    """The members of a JSON object, indented, each value as the producer wrote it."""
+    for name, value, inner, _ in members(text)[1]:
+        nested = isinstance(value, dict) and value
+        yield f"{pad}{name}:" + ("" if nested else f" {inner.strip()}")
+        if nested:
+            yield from outline(inner, pad + "  ")
 
 
 # ── The whole ─────────────────────────────────────────────────────────────────────────────────
@@ -736,8 +760,8 @@ def pairs(flat: list[bytes]) -> Iterator[tuple[str, bytes]]:
 def survey(queue: Queue) -> dict[str, Any]:
     """What is where now: counts, ages, runs, due times, counters, workers. Times in seconds.
 
-    Bounded: of what runs a thousand are looked at, of what waits for a retry or is dead a page,
-    and only those can be the oldest here. Not one instant: what moves meanwhile may count twice.
+    Bounded: a thousand of what runs are looked at, the next twenty retries and the oldest twenty
+    dead, and only those can be the oldest here. Not one instant: what moves may count twice.
     """
     ask, names, now = queue.command, queue.names, queue.now_ms()
     running: list[dict[str, Any]] = []
@@ -748,7 +772,7 @@ def survey(queue: Queue) -> dict[str, Any]:
         running.append(run | {"owner": owner.decode(errors="replace")})
     running.sort(key=lambda run: -(run["for"] or 0.0))
     due, seen = [], []
-    for member, score in pairs(ask("ZRANGE", names.retry, 0, PAGE - 1, "WITHSCORES")):
+    for member, score in pairs(ask("ZRANGE", names.retry, 0, SHOWN - 1, "WITHSCORES")):
         message = peek(member.partition(":")[2].encode())
         wait = round(min(max((float(score) - now) / 1000, -1e9), 1e9), 3)
         due.append({"in": wait, "kind": message.kind, "attempts": message.attempts})
@@ -759,7 +783,7 @@ def survey(queue: Queue) -> dict[str, Any]:
             name, _, loop = member.rpartition("/")
             workers.setdefault(name, {})[loop] = ago(now, float(score)) or 0.0
     first = ask("LINDEX", names.next, -1) or ask("LINDEX", names.waiting, -1)
-    page = [Letter(raw) for raw in ask("LRANGE", names.dlq, -PAGE, -1)][::-1]
+    page = [Letter(raw) for raw in ask("LRANGE", names.dlq, -SHOWN, -1)][::-1]
     states = {
         "waiting": (ask("LLEN", names.waiting) + ask("LLEN", names.next),
                     ago(now, date_ms(peek(first).first_seen_at))),
@@ -774,7 +798,7 @@ def survey(queue: Queue) -> dict[str, Any]:
         "running": running[:SHOWN],
         "due": due[:SHOWN],
         "overdue": ask("ZCOUNT", names.retry, "-inf", now),
-        "counters": {name: int(n) for name, n in sorted(pairs(ask("HGETALL", names.stats)))},
+        "counters": {name: int(n) for name, n in pairs(ask("HGETALL", names.stats)) if n.isdigit()},
         "workers": workers,
     }
 
@@ -786,25 +810,30 @@ def oldest(page: list[Letter], now_ms: float) -> float | None:
 
 def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:
     """The survey as lines for people; with rates, if there is one from before."""
-    yield paint(f"{printable(now['queue'])} at {now['at']}", BOLD)
-    rows = [[name, str(s["count"]), since(s["oldest"])] for name, s in now["states"].items()]
-    yield from ["", *columns("STATE COUNT OLDEST", rows)]
-    if now["due"]:
-        waits = ", ".join(f"{max(0.0, due['in']):.1f} s" for due in now["due"][:5])
-        yield f"the next retries are due in {waits}; {now['overdue']} are due already"
-    rows = [[printable(name), str(n)] for name, n in now["counters"].items()]
+    workers = list(now["workers"].items())[-SHOWN:]  # those that moved last
+    then, passed = (before or now)["counters"], 0.0
     if before:
         passed = ((date_ms(now["at"]) or 0.0) - (date_ms(before["at"]) or 0.0)) / 1000
-        for row, (name, n) in zip(rows, now["counters"].items(), strict=True):
-            rate = (n - before["counters"].get(name, 0)) / max(passed, 0.001)
-            row.append(f"{rate:.1f}/s")
-    yield from ["", *columns("COUNTER TOTAL" + " RATE" * bool(before), rows)]
-    rows = [[plain(run[name], 60) for name in ("token", "kind", "owner")] for run in now["running"]]
-    rows = [[*row, since(run["for"])] for row, run in zip(rows, now["running"], strict=True)]
-    yield from ["", *columns("RUNNING KIND WORKER FOR", rows)]
-    loops = [(name, *loop) for name, loops in now["workers"].items() for loop in loops.items()]
-    rows = [[printable(name), printable(loop), since(idle)] for name, loop, idle in loops[-100:]]
-    yield from ["", *columns("WORKER LOOP MOVED", rows)]
+    tables: dict[str, list[tuple[object, ...]]] = {
+        "STATE COUNT OLDEST": [
+            (name, s["count"], since(s["oldest"])) for name, s in now["states"].items()],
+        "RETRY DUE KIND ATTEMPTS": [
+            (i, f"in {max(0.0, due['in']):.1f} s", due["kind"], due["attempts"])
+            for i, due in enumerate(now["due"][:5], 1)],
+        "RUNNING KIND WORKER FOR": [
+            (run["token"], run["kind"], run["owner"], since(run["for"])) for run in now["running"]],
+        "COUNTER TOTAL RATE": [
+            (name, n, f"{(n - then.get(name, 0)) / passed:.1f}/s" if passed else None)
+            for name, n in now["counters"].items()],
+        "WORKER LOOP MOVED": [
+            (name, loop, f"{since(idle)} ago") for name, loops in workers
+            for loop, idle in loops.items()],
+    }  # fmt: skip
+    yield paint(f"{printable(now['queue'])} at {now['at']}", BOLD)
+    for head, rows in tables.items():
+        if rows:
+            yield ""
+            yield from columns(head, ([plain(cell, 60) for cell in row] for row in rows))
 
 
 def exposition(now: dict[str, Any]) -> Iterator[str]:
@@ -901,7 +930,7 @@ VARIABLES = {"redis": "REDIS_URL", "queue": "QR_QUEUE"}
 LOOK, ANY = "list show group", "replay list show group discard"
 FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     # name, what it takes, its parser, what it goes with, help
-    ("kind", "KIND", words, ANY, "which letters: of this kind"),
+    ("kind", "KIND", words, ANY, "of this kind"),
     ("reason", "WORD", words, ANY, "exhausted, permanent, undecodable, worker_died, timed_out"),
     ("error", "TEXT", pattern, ANY, "with TEXT in the error, or matching a /regular expression/"),
     ("older", "AGE", age, ANY, "dead for so long or longer"),
@@ -911,7 +940,7 @@ FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     ("limit", "N", count, ANY, "at most N"),
     ("newest", "", bool, ANY, "the newest first, as looking does"),
     ("oldest", "", bool, ANY, "the oldest first, as replay and --discard do"),
-    ("dry-run", "", bool, "replay discard", "how: only say what would be done"),
+    ("dry-run", "", bool, "replay discard", "only say what would be done"),
     ("rate", "N", rate, "replay", "not more than N a second"),
     ("set", "FIELD=VALUE", change, "replay", "change the payload; VALUE is JSON, else text"),
     ("yes", "", bool, "discard", "do not ask"),
@@ -968,15 +997,17 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
-                        help="a letter by its id, or by the beginning of it")  # fmt: skip
-    does = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("what to do, if not to replay")
+    does = group.add_mutually_exclusive_group()
     for name, text in DOES.items():
         how: dict[str, Any] = {"action": "store_true"}
         if name == "restore":
             how = {"metavar": "FILE", "type": checked(name, words)}
         does.add_argument(f"--{name}", help=text, **how)
-    for name, metavar, parse, _, text in FLAGS:
+    which_ones, others = map(parser.add_argument_group, ("which letters", "how"))
+    which_ones.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
+                            help="this one; the beginning of an id will do")  # fmt: skip
+    for name, metavar, parse, beside, text in FLAGS:
         how = {"metavar": metavar, "type": checked(name, parse)}
         if not metavar:
             how = {"action": "store_true"}
@@ -984,19 +1015,17 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
             how |= {"action": "append", "default": []}
         elif name == "watch":
             how |= {"nargs": "?", "const": 2.0}
-        parser.add_argument(f"--{name}", help=text, **how)
+        (which_ones if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
     for name, usual, parse in (("redis", "redis://127.0.0.1:6379/0", redis_url),
                                ("queue", "q:tasks", key_name)):  # fmt: skip
-        parser.add_argument(f"--{name}", metavar=VARIABLES[name], type=checked(name, parse),
+        others.add_argument(f"--{name}", metavar=VARIABLES[name], type=checked(name, parse),
                             default=os.environ.get(VARIABLES[name], usual),
                             help=f"(default {usual})")  # fmt: skip
     asked = parser.parse_intermixed_args(argv)
     action = next((name for name in DOES if getattr(asked, name)), "replay")
-    said = ["id"] * bool(asked.id) + [f[0] for f in FLAGS if getattr(asked, f[0].replace("-", "_"))]
-    beside = {"id": ANY} | {flag[0]: flag[3] for flag in FLAGS}
-    for name in said:
-        if action not in beside[name].split():
-            parser.error(f"--{name} goes with {beside[name]}, not with {action}")
+    for name, beside in {"id": ANY, **{flag[0]: flag[3] for flag in FLAGS}}.items():
+        if getattr(asked, name.replace("-", "_")) and action not in beside.split():
+            parser.error(f"--{name} goes with {beside}, not with {action}")
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")
     asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)
@@ -1013,6 +1042,7 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     fill_standard_files()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  it was closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

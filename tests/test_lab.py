@@ -219,7 +219,7 @@ def test_requeue_out_is_never_truncated_and_never_grows_without_end(
     assert path.stat().st_size == 100_000_000
 
 
-@pytest.mark.parametrize("redirection", ["> {}", ">> {}", "> ./requeue.out 2>&1"])
+@pytest.mark.parametrize("redirection", ["> '{}'", ">> '{}'"])
 def test_a_line_is_written_once_if_stdout_is_requeue_out(
     redis_client: redis.Redis, server: Server, qr_dir: Path, app_dir: Path, redirection: str
 ) -> None:
@@ -276,7 +276,7 @@ def test_an_idle_worker_stops_without_a_word_of_python(
     assert empty(redis_client)
 
 
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("stop", [STOPS["Ctrl-C"], STOPS["timeout"]], ids=["Ctrl-C", "timeout"])
 def test_a_stop_waits_for_the_running_message_and_takes_no_other(
     redis_client: redis.Redis,
     handler: Callable[[str], Path],

@@ -236,17 +236,16 @@ def letters(
         if newest:
             low, high = max(at - size, 0), at + len(tail)
         else:
-            low, high = at - len(tail), at + size
+            low, high = max(at - len(tail), 0), at + size
         block = queue.command("LRANGE", dlq, -high, -low - 1)
         block = block if newest else block[::-1]
         fresh = behind(list(tail), block)
-        if not newest and len(fresh) == len(block):
-            if tail:  # others took out all of it, and who knows how much more: begin again
-                at = read = 0
-                tail.clear()
-                continue
-            if not block:
-                return
+        if not newest and tail and len(fresh) == len(block):  # others took out all of the tail,
+            at = read = 0  # and who knows how much more: begin again
+            tail.clear()
+            continue
+        if not newest and not fresh:
+            return
         at = low if newest else low + len(block) - len(fresh)
         small = sum(map(len, block)) < PAGE_BYTES
         for i, raw in enumerate(fresh[: there - read]):

@@ -5,11 +5,13 @@
         proxy.swallow()             a black hole: connections stay open, nothing comes through
         proxy.heal()                new connections work; those that were in the hole stay there
         proxy.lose_every(3)         every third reply is lost, and its connection with it
+        proxy.lie(rb"a.c", b"xyz")  replies say xyz instead (of the same length)
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from pathlib import Path
@@ -23,6 +25,7 @@ class Proxy:
         self.hole = False
         self.every = 0  # of so many replies, the last is lost; 0: none is
         self.replies = 0
+        self.truth, self.untruth = b"", b""
         self.lock = threading.Lock()
         self.open: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -40,6 +43,9 @@ class Proxy:
 
     def lose_every(self, count: int) -> None:
         self.every = count
+
+    def lie(self, pattern: bytes, instead: bytes) -> None:
+        self.truth, self.untruth = pattern, instead
 
     def accept(self) -> None:
         with contextlib.suppress(OSError):  # the listener is closed
@@ -69,6 +75,8 @@ class Proxy:
                     continue
                 if is_reply and self.is_unlucky():
                     break
+                if is_reply and self.truth:
+                    data = re.sub(self.truth, self.untruth, data)
                 target.sendall(data)
         for end in (source, target):
             if not lost.is_set():

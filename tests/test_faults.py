@@ -494,6 +494,30 @@ def test_an_outage_is_two_lines_however_many_hands_wait(scene: Callable[..., Sce
     assert len(process.err.splitlines()) == len(lines(process, START)) + 4
 
 
+def test_strangers_keys_are_left_alone(scene: Callable[..., Scene]) -> None:
+    """B65: no KEYS, no SCAN, no FLUSH, and no key but the queue's, however alike its name is."""
+    stage = scene()
+    strangers = {"q:task": "x", "q:tasks2": "x", "q:tasks:dlq2": "x", "other": "x"}
+    stage.client.mset(strangers)
+    for kind in ("ok", "fails", "dies"):
+        stage.push(kind, 5)
+    with stage.server.client() as other, other.monitor() as monitor:
+        process = stage.worker("--burst", "--max-attempts", 2)
+        assert process.wait() == 0, process
+        stage.client.echo("end")
+        commands = []
+        for event in monitor.listen():
+            commands.append(event["command"].split())
+            if commands[-1][0].upper() == "ECHO":
+                break
+    used = {words[0].upper() for words in commands}
+    assert {"EVALSHA", "BLMOVE"} <= used
+    assert not used & {"KEYS", "SCAN", "FLUSHALL", "FLUSHDB", "RANDOMKEY", "SORT", "UNLINK"}
+    named = {word for words in commands for word in words if word.startswith(("q:task", "other"))}
+    assert named <= {*vars(stage.names).values()}
+    assert {key: stage.client.get(key).decode() for key in strangers} == strangers
+
+
 # --- Faults that need a person --------------------------------------------------------------------
 
 WRONG = {role: "hash" if kind == "string" else "string" for role, kind in script.TYPES.items()}
@@ -705,6 +729,19 @@ def test_a_server_that_may_evict_or_keeps_nothing_is_warned_of(
     assert process.wait() == 0
     assert len(lines(process, "warning: maxmemory-policy allkeys-lru")) == 1
     assert len(lines(process, "warning: appendonly is off")) == 1
+
+
+def test_a_server_that_is_too_old_is_refused(scene: Callable[..., Scene]) -> None:
+    """A real server, whose version the network tells wrongly: nobody has a Redis 5 at hand."""
+    stage = scene()
+    stage.push()
+    with Proxy(stage.server.socket) as proxy:
+        proxy.lie(rb"redis_version:\d", b"redis_version:5")
+        process = stage.start(REDIS_URL=proxy.url)
+        assert process.wait() == 2, process
+    [line] = process.err.splitlines()
+    assert line.startswith("worker: Redis 5.") and line.endswith("nothing claimed")
+    assert stage.counts() == {"waiting": 1}
 
 
 # --- Settings -------------------------------------------------------------------------------------

@@ -767,7 +767,7 @@ def survey(queue: Queue) -> dict[str, Any]:
     for token, entry in islice(chain.from_iterable(queue.pages()), 1000):
         owner, start, text = [*entry.split(b" ", 2), b"", b""][:3]
         age = ago(now, int(start)) if start.isdigit() else None
-        run = {"token": token, "for": age, "kind": peek(text).kind}
+        run = {"token": token.decode(errors="replace"), "for": age, "kind": peek(text).kind}
         running.append(run | {"owner": owner.decode(errors="replace")})
     running.sort(key=lambda run: -(run["for"] or 0.0))
     due, seen = [], []

@@ -1,0 +1,434 @@
+"""The desk: look at dead letters, discard and restore them, watch the whole queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+from letters import DLQ, ERROR, dead_for, desk, envelope
+from processes import PROJECT, Process, clean_environment, until
+from server import Server
+from test_replay import fork_desk, kill_after
+
+import replay
+from worker import Queue, iso
+
+Run = Callable[..., Process]
+HOSTILE = "\x1b[31mred\x1b]0;title\x07 \r\n\u2028\u202e\x85\x9b1m"
+
+
+def columns(line: str) -> list[str]:
+    return re.split(r" {2,}", line)
+
+
+def on_terminal(server: Server, *argv: str, typed: str = "", **environment: str) -> tuple[str, int]:
+    """What the desk shows on a terminal of 80 columns, and its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        settings = {"REDIS_URL": server.url, "COLUMNS": "80", "TERM": "xterm", **environment}
+        os.execve(sys.executable, [sys.executable, str(PROJECT / "replay.py"), *argv],
+                  clean_environment(settings))  # fmt: skip
+    os.write(terminal, typed.encode())
+    shown = b""
+    while select.select([terminal], [], [], 30)[0]:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # how Linux says that the other side is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    return shown.decode(), code
+
+
+# ── Look ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_list_shows_the_newest_first_in_pages(
+    server: Server, redis_client: redis.Redis, queue: Queue
+) -> None:
+    now = queue.now_ms()
+    letters = [dead_for(90 - n, now, {"kind": f"k{n}"}, attempts=n) for n in range(50)]
+    redis_client.lpush(DLQ, *letters)
+    said = desk(server, "--list")
+    head, *rows = map(columns, said.out.splitlines())
+    assert head == ["ID", "AGE", "KIND", "ATTEMPTS", "REASON", "ERROR"]
+    assert [row[2] for row in rows] == [f"k{n}" for n in range(49, 29, -1)]
+    assert rows[0] == [replay.Letter(letters[49]).id, "41 s", "k49", "49", "exhausted", ERROR]
+    assert "--page 2" in said.err
+    third = desk(server, "--list", "--page", 3)
+    assert [columns(row)[2] for row in third.out.splitlines()[1:]] == [
+        f"k{n}" for n in range(9, -1, -1)
+    ]
+    assert third.err == ""
+    oldest = desk(server, "--list", "--oldest", "--limit", 2).out.splitlines()
+    assert [columns(row)[2] for row in oldest[1:]] == ["k0", "k1"]
+    assert desk(server, "--list", "--all").out.count("\n") == 51
+
+
+def test_json_is_one_strict_object_per_line(server: Server, redis_client: redis.Redis) -> None:
+    """All of them, in pipes; what is no JSON number, and what cannot be read, included."""
+    redis_client.lpush(DLQ, *(envelope({"n": n}) for n in range(30)))
+    redis_client.lpush(DLQ, envelope('{"kind": NaN}'), "junk")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for look in ("--list", "--show", "--group"):
+        lines = desk(server, look, "--json", "--all").out.splitlines()
+        facts = [json.loads(line, parse_constant=refuse) for line in lines]
+        assert sum(fact.get("count", 1) for fact in facts) == 32
+        assert all(isinstance(fact, dict) for fact in facts)
+
+
+def test_nothing_out_of_a_letter_commands_the_terminal(
+    server: Server, redis_client: redis.Redis, queue: Queue
+) -> None:
+    """Errors, kinds, field names, values, whole entries: escaped wherever they are shown."""
+    payload = {"kind": HOSTILE, HOSTILE: {HOSTILE: [HOSTILE]}}
+    history = [{"at": HOSTILE, "error": HOSTILE, "wait": HOSTILE}]
+    facts = {name: HOSTILE for name in ("error", "attempts", "reason", "failed_at", "worker", "x")}
+    redis_client.lpush(DLQ, envelope(payload, history=history, **facts), HOSTILE.encode())
+    redis_client.lpush(DLQ, envelope(json.dumps(json.dumps(payload, ensure_ascii=False)), **facts))
+    redis_client.hset("q:tasks:running", "7", f"{HOSTILE} 1 {json.dumps(payload)}")
+    redis_client.hset("q:tasks:stats", HOSTILE, 1)
+    redis_client.zadd("q:tasks:workers", {f"{HOSTILE}/{HOSTILE}": queue.now_ms() - 90_000})
+    redis_client.zadd("q:tasks:retry", {f"1:{json.dumps(payload)}": 1})
+    looks = ("--list", "--show --all", "--group", "--check", "--status", "--health",
+             "--list --json", "--status --json", "--show --all --json", "--all --dry-run",
+             "--all")  # fmt: skip
+    for look in [look.split() for look in looks] + [["--dry-run", "--set", f"{HOSTILE}={HOSTILE}"]]:
+        said = desk(server, *look)
+        unsafe = {c for c in said.out + said.err if not c.isprintable()} - {"\n"}
+        assert not unsafe, (look, unsafe, said)
+        assert "red" in said.out + said.err, look
+
+
+def test_a_letter_is_shown_with_everything_and_its_failures_in_order(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    """The payload's values look as the producer wrote them: no digit and no duplicate is lost."""
+    history = [
+        {"at": "2026-11-30T12:00:00.500+00:00", "error": "KeyError: 'a'", "wait": 0.25},
+        {"at": "2026-11-30T12:00:01.000+00:00", "error": ERROR, "wait": None},
+    ]
+    payload = '{"kind": "bad", "n": 1.10, "big": 1e400, "u": {"id": 1, "id": 2}}'
+    redis_client.lpush(DLQ, envelope(payload, history=history, replays=2, stage={"done": 3}))
+    shown = desk(server, "--show", replay.Letter(redis_client.lindex(DLQ, 0)).id[:5]).out
+    for line in ("n: 1.10", "big: 1e400", "id: 1", "id: 2", 'stage +{"done": 3}', "replays +2"):
+        assert re.search(rf"^ +{line if '+' in line else re.escape(line)}$", shown, re.M), line
+    times = re.findall(r"\+(\d\.\d+) s  (waits 0.25 s|then dead) +(\S+)", shown)
+    assert times == [("0.377", "waits 0.25 s", "KeyError:"), ("0.500", "then dead", "ValueError:")]
+
+
+def test_what_cannot_be_read_can_be_shown(server: Server, redis_client: redis.Redis) -> None:
+    redis_client.lpush(DLQ, b"\xff junk", b"[1]", b'{"payload": 3}', b"", b"[" * 100_000)
+    said = desk(server, "--show", "--all")
+    assert said.code == 0 and said.out.count("cannot be replayed: ") == 5
+    assert "\\udcff junk" in said.out
+
+
+def test_groups_count_equal_faults_as_one(server: Server, redis_client: redis.Redis) -> None:
+    """Numbers, ids and quoted texts do not matter; the reason, the place and the status do."""
+    place = " (taskproc.py:3 in process)"
+    errors = [
+        *(f"KeyError: 'user {n}'{place}" for n in range(5)),
+        *(f"Timeout: 3f2a91c0-{n:04x}-4f after {n}.5 s{place}" for n in range(3)),
+        *(f"NotFound: HTTP {status}{place}" for status in (404, 404, 410)),
+        "NotFound: HTTP 404 (taskproc.py:9 in process)",
+    ]
+    redis_client.lpush(DLQ, *(envelope({"n": n}, error=e) for n, e in enumerate(errors)))
+    redis_client.lpush(DLQ, envelope(error=errors[0], reason="timed_out"))
+    rows = [columns(row) for row in desk(server, "--group").out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["5", "3", "2", "1", "1", "1"]
+    assert rows[0][5] == f"KeyError: '…'{place}" and rows[2][5] == errors[8]
+    assert desk(server, "--show", rows[1][4]).out.startswith(f"{rows[1][4]}  Timeout")
+
+
+def test_colours_and_width_are_for_terminals(server: Server, redis_client: redis.Redis) -> None:
+    redis_client.lpush(DLQ, envelope(error="E" * 300))
+    assert "\x1b" not in desk(server, "--list").out and "E" * 300 in desk(server, "--list").out
+    shown, code = on_terminal(server, "--list")
+    assert code == 0 and "\x1b[1mID" in shown
+    lines = re.sub("\x1b\\[[0-9;]*m", "", shown).splitlines()
+    assert max(map(len, lines)) == 80 and lines[1].endswith("E…")
+    shown, code = on_terminal(server, "--list", NO_COLOR="1")
+    assert code == 0 and "\x1b" not in shown
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    redis_client.lpush(DLQ, *(envelope({"n": n}) for n in range(5000)))
+    script = '"$0" "$1" --list --json | head -1; exit ${PIPESTATUS[0]}'
+    command = ["bash", "-c", script, sys.executable, str(PROJECT / "replay.py")]
+    done = subprocess.run(command, env=clean_environment({"REDIS_URL": server.url}),
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+def test_a_full_disk_is_one_sentence(server: Server, redis_client: redis.Redis) -> None:
+    redis_client.lpush(DLQ, envelope())
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, PROJECT / "replay.py", "--list"], stdout=full,
+                              stderr=subprocess.PIPE, text=True, timeout=60,
+                              env=clean_environment({"REDIS_URL": server.url}))  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "space" in done.stderr
+
+
+# ── Discard and restore ───────────────────────────────────────────────────────────────────────
+
+ODD = [b"\xff\x00\x80 junk", b"", "\u2028".encode(), b'{"payload":\t{"a" : 1.10}}', b"\xed\xa0\x80"]
+
+
+def test_what_is_discarded_can_be_restored_to_the_byte(
+    server: Server, redis_client: redis.Redis, tmp_path: Path, queue: Queue
+) -> None:
+    """Twins too. Restored letters lie at the oldest end, by age. A second time adds nothing."""
+    file, now = tmp_path / "letters", queue.now_ms()
+    gone = [dead_for(100 - n, now, {"n": n}, reason="permanent") for n in range(500)]
+    kept = [dead_for(10, now, {"n": -1}), envelope({"n": -2})]
+    redis_client.lpush(DLQ, kept[0], *gone, gone[7], kept[1])
+    said = desk(server, "--discard", "--reason", "permanent", "--yes", "--file", file)
+    assert said.code == 0 and said.out.startswith("discarded 501\n") and str(file) in said.out
+    assert redis_client.lrange(DLQ, 0, -1) == kept[::-1]
+    said = desk(server, "--restore", file)
+    assert said == (0, "restored 501\n", "")
+    restored = redis_client.lrange(DLQ, 0, -1)[::-1]
+    assert restored == sorted([*gone, gone[7]], key=lambda raw: replay.Letter(raw).died_ms) + kept
+    assert desk(server, "--restore", file).out == "restored 0\n501 were there already\n"
+    assert redis_client.lrange(DLQ, 0, -1)[::-1] == restored
+
+
+def test_any_bytes_survive_discard_and_restore(
+    server: Server, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    redis_client.lpush(DLQ, *ODD)
+    assert desk(server, "--discard", "--all", "--yes", "--file", tmp_path / "f").code == 0
+    assert not redis_client.exists(DLQ)
+    assert desk(server, "--restore", tmp_path / "f").code == 0
+    assert Counter(redis_client.lrange(DLQ, 0, -1)) == Counter(ODD)
+
+
+def test_discard_killed_at_any_moment_loses_nothing_that_is_not_in_the_file(
+    server: Server, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Killed, then restored, killed while restoring, then restored: everything is there, once."""
+    letters = [envelope({"n": n}) for n in range(600)]
+    redis_client.lpush(DLQ, *letters)
+    for n in range(25):
+        file = tmp_path / f"{n}"
+        kill_after(fork_desk(server, "--discard", "--all", "--yes", "--file", str(file)), n / 500)
+        if file.exists() and redis_client.llen(DLQ) < 600:
+            kill_after(fork_desk(server, "--restore", str(file)), n / 1000)
+            assert desk(server, "--restore", file).code == 0
+        assert sorted(redis_client.lrange(DLQ, 0, -1)) == sorted(letters), f"kill {n}"
+
+
+def test_discard_needs_a_choice_and_a_yes(
+    server: Server, redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    redis_client.lpush(DLQ, envelope(), envelope({"n": 1}))
+    taken = tmp_path / "mine"
+    taken.write_text("precious")
+    for argv in (["--yes"], ["--all"], ["--all", "--yes", "--file", taken]):
+        said = desk(server, "--discard", *argv)
+        assert said.code == 2 and said.err, argv
+    assert desk(server, "--discard", "--all", "--dry-run").out.count("would discard") == 2
+    assert desk(server, "--discard", "--kind", "none", "--yes").err.endswith("fits\n")
+    for typed in ("yes\n", "\n", "\x04"):
+        shown, code = on_terminal(server, "--discard", "--all", typed=typed)
+        assert code == 1 and "nothing was discarded" in shown, typed
+    assert redis_client.llen(DLQ) == 2
+    assert taken.read_text() == "precious" and list(tmp_path.iterdir()) == [taken]
+    shown, code = on_terminal(server, "--discard", "--all", typed="2\n")
+    assert code == 0 and "discarded 2" in shown and redis_client.llen(DLQ) == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["", "junk", "[]", '{"dlq": "other:dlq", "envelope": "x"}', '{"dlq": "q:tasks:dlq"}']
+)
+def test_a_file_that_is_not_ours_restores_nothing(
+    server: Server, redis_client: redis.Redis, tmp_path: Path, line: str
+) -> None:
+    """Not even the good lines before the bad one."""
+    (tmp_path / "f").write_text(replay.saved(DLQ, envelope()) + line + "\n")
+    said = desk(server, "--restore", tmp_path / "f")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert not redis_client.exists(DLQ)
+
+
+# ── See the whole ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def busy(redis_client: redis.Redis, queue: Queue) -> int:
+    """A queue with something in every state; the server's time (ms) when it was made."""
+    now = queue.now_ms()
+    message = json.dumps({"kind": "pay", "attempts": 2, "first_seen_at": iso(now - 120_000)})
+    redis_client.lpush("q:tasks", message, "{}")
+    redis_client.lpush("q:tasks:next", message)
+    redis_client.hset("q:tasks:running", mapping={"41": f"me/2 {now - 30_000} {message}"})
+    redis_client.zadd("q:tasks:leases", {"41": now + 30_000})
+    redis_client.zadd("q:tasks:retry", {f"40:{message}": now + 60_000, "39:{}": now - 1000})
+    redis_client.lpush(DLQ, dead_for(7200, now), dead_for(5, now))
+    redis_client.hset("q:tasks:stats", mapping={"done": 10, "dead": 2})
+    redis_client.zadd("q:tasks:workers", {"host:1:ab/foreman": now, "host:1:ab/hand1": now - 2000})
+    return now
+
+
+def test_status_shows_every_state(server: Server, busy: int) -> None:
+    said = desk(server, "--status")
+    rows = [columns(line) for line in said.out.splitlines()]
+    assert ["waiting", "3", "2 min"] in rows
+    assert ["running", "1", "30 s"] in rows
+    assert ["retrying", "2", "2 min"] in rows
+    assert ["dead", "2", "2.0 h"] in rows
+    assert ["41", "pay", "me/2", "30 s"] in rows
+    assert ["host:1:ab", "hand1", "2 s ago"] in rows
+    assert ["1", "in 0.0 s", "-", "0"] in rows
+    assert any(row[:2] == ["done", "10"] for row in rows)
+    facts = json.loads(desk(server, "--status", "--json").out)
+    assert {name: state["count"] for name, state in facts["states"].items()} == {
+        "waiting": 3, "running": 1, "retrying": 2, "dead": 2}  # fmt: skip
+    assert facts["overdue"] == 1 and facts["counters"] == {"done": 10, "dead": 2}
+
+
+def test_watch_goes_on_until_ctrl_c_and_shows_rates(
+    run: Run, redis_client: redis.Redis, busy: int
+) -> None:
+    process = run("replay.py", "--status", "--watch", 0.05)
+    until(lambda: process.out.count("STATE") > 2, saw=lambda: process)
+    redis_client.hincrby("q:tasks:stats", "done", 1000)
+    until(lambda: re.search(r"done +1010 +[1-9][0-9.]*/s", process.out), saw=lambda: process)
+    assert process.stop(signal.SIGINT) == 0
+    assert process.err == ""
+
+
+def test_prometheus_gets_valid_exposition_text(
+    server: Server, redis_client: redis.Redis, busy: int
+) -> None:
+    """Each metric has its HELP and TYPE before its samples; each sample is well formed."""
+    redis_client.zadd("q:tasks:workers", {'a"b\\c\nd/hand1': busy})
+    said = desk(server, "--prometheus")
+    assert said.code == 0 and said.out.endswith("\n")
+    label = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*"'
+    sample = re.compile(rf"([a-zA-Z_:][\w:]*)\{{({label}(?:,{label})*)\}} (-?\d+(?:\.\d+)?)")
+    types: dict[str, str] = {}
+    values: dict[tuple[str, str], float] = {}
+    for line in said.out.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split(" ")[2]
+            assert name not in types and len(line.split(" ", 3)[3]) > 10
+        elif line.startswith("# TYPE "):
+            _, _, named, types[name] = line.split(" ")
+            assert named == name and types[name] in ("counter", "gauge")
+        else:
+            match = sample.fullmatch(line)
+            assert match and match[1] == name, line
+            assert (match[1], match[2]) not in values, line
+            values[match[1], match[2]] = float(match[3])
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in types.items())
+    assert values["qr_messages", 'queue="q:tasks",state="waiting"'] == 3
+    assert values["qr_transitions_total", 'queue="q:tasks",transition="done"'] == 10
+    assert any('worker="a\\"b\\\\c\\nd"' in labels for _, labels in values)
+
+
+@pytest.mark.parametrize(
+    ("progress", "code", "named"),
+    [
+        ({"w/foreman": 1, "w/hand1": 1}, 0, "workers 1"),
+        ({"w/foreman": 1, "w/hand1": 1, "w/hand2": 90}, 1, "w: its hand2 has not moved for 1 min"),
+        ({"w/foreman": 90, "w/hand1": 1}, 1, "w: its foreman has not moved"),
+        ({"w/foreman": 90, "w/hand1": 95, "v/foreman": 0}, 1, "w: its hand1 has not moved"),
+        ({"w/foreman": 7000, "w/hand1": 7000, "v/foreman": 0}, 0, "workers 1"),
+        ({"w/foreman": 7000}, 1, "no worker is alive, and 6 messages wait"),
+        ({}, 1, "no worker is alive, and 6 messages wait"),
+    ],
+)
+def test_health_names_the_loop_that_stands_still(
+    server: Server,
+    redis_client: redis.Redis,
+    busy: int,
+    progress: dict[str, int],
+    code: int,
+    named: str,
+) -> None:
+    """Seconds since each loop moved; a worker silent for ten times the limit has gone."""
+    redis_client.delete("q:tasks:workers")
+    for loop, age in progress.items():
+        redis_client.zadd("q:tasks:workers", {loop: busy - age * 1000})
+    said = desk(server, "--health")
+    assert said.code == code and named in said.out
+
+
+def test_without_work_and_without_workers_all_is_well(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    assert desk(server, "--health").code == 0
+
+
+def test_a_frozen_foreman_is_found_by_name(
+    server: Server, redis_client: redis.Redis, worker: Callable[..., Process]
+) -> None:
+    """A real worker is healthy; with its foreman stopped, --health says so."""
+    process = worker("--lease", 1)
+    until(lambda: redis_client.zcard("q:tasks:workers") == 2, saw=lambda: process)
+    assert desk(server, "--health", "--stale", 30).code == 0
+    process.send(signal.SIGSTOP)
+    said = until(lambda: (s := desk(server, "--health", "--stale", 1)).code and s)
+    assert "its foreman has not moved" in said.out
+    process.send(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("ages", "argv", "code"),
+    [
+        ([], [], 0),
+        ([5], [], 1),
+        ([5], ["--warn-depth", 2], 0),
+        ([5] * 3, ["--warn-depth", 2], 1),
+        ([5] * 3, ["--crit-depth", 3], 2),
+        ([7200, 5], ["--warn-depth", 9, "--warn-age", "1h"], 1),
+        ([7200, 5], ["--warn-depth", 9, "--warn-age", "1h", "--crit-age", "2h"], 2),
+        ([5], ["--warn-depth", 9, "--crit-age", "2h"], 0),
+    ],
+)
+def test_check_is_one_line_as_nagios_wants_it(
+    server: Server,
+    redis_client: redis.Redis,
+    queue: Queue,
+    ages: list[int],
+    argv: list[object],
+    code: int,
+) -> None:
+    """Word, text, a bar, performance data; the exit code says the same as the word."""
+    for age in ages:
+        redis_client.lpush(DLQ, dead_for(age, queue.now_ms(), error="a | b\nc"))
+    said = desk(server, "--check", *argv)
+    data = r"depth=(\d+);\d+;\d+;0 oldest=(\d+)s;\d*;\d*;0"
+    line = rf"DLQ (OK|WARNING|CRITICAL) - ([^|\n]+) \| {data}\n"
+    match = re.fullmatch(line, said.out)
+    assert match and said.err == "" and said.code == code, said
+    assert match[1] == ("OK", "WARNING", "CRITICAL")[code] and int(match[3]) == len(ages)
+    assert abs(int(match[4]) - max(ages, default=0)) < 60
+
+
+def test_check_says_unknown_when_redis_does_not_answer(run: Run) -> None:
+    process = run("replay.py", "--check", REDIS_URL="redis://:secret@127.0.0.1:1")
+    assert process.wait() == 3
+    assert process.out.startswith("DLQ UNKNOWN - ") and "secret" not in process.out + process.err

@@ -297,7 +297,8 @@ def iso(ms: float) -> str:
 def printable(text: str, limit: int = ERROR) -> str:
     """One line that no terminal or log reader can misread: control characters are escaped."""
     shown = text[: limit + 1]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

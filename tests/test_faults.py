@@ -333,7 +333,7 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(scene: Callable[..., 
     until(stage.runs, saw=lambda: process)
     stage.client.config_set("lua-time-limit", 10)
     with stage.server.client(socket_timeout=60) as other:
-        connection = other.connection_pool.get_connection()
+        connection = other.connection_pool.make_connection()
         connection.send_command("EVAL", "while true do end", 0)
         stage.open_gate()
         says(process, DOWN)
@@ -485,7 +485,7 @@ def test_an_outage_is_two_lines_however_many_hands_wait(scene: Callable[..., Sce
     process = stage.worker("--concurrency", 4)
     stage.server.kill()
     says(process, DOWN)
-    time.sleep(1.5)  # enough for every hand and the foreman to try again, and to keep silent
+    time.sleep(0.8)  # enough for every hand and the foreman to try again, and to keep silent
     stage.server.start()
     says(process, UP)
     stage.push("ok", 20)

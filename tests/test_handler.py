@@ -532,6 +532,26 @@ def test_the_last_stage_is_in_the_dead_letter(
     assert (letter["stage"], letter["payload"], letter["attempts"]) == (["half", 1], {"n": 1.1}, 1)
 
 
+def test_the_limit_and_the_end_of_grace_reach_a_handler_in_the_middle_of_a_checkpoint(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """The client that talks to Redis must not take them for a network's time-out."""
+    handler("def process(msg, run):\n    while msg['busy']: run.checkpoint('x')")
+    conservation.push('{"busy": true}', '{"busy": false}')
+    flags = ("--time-limit", 0.5, "--grace", 3600, "--max-attempts", 1)
+    assert worker("--burst", *flags).wait() == 0
+    [letter] = envelopes(conservation.queue, conservation.client)
+    assert letter["error"].startswith("TimeLimitExceeded: ran longer than 0.5 s")
+    conservation.push('{"busy": true}')
+    process = worker("--grace", 0.3)
+    until(lambda: conservation.client.hlen(conservation.queue.names.running), saw=lambda: process)
+    assert process.stop() == 0
+    assert stats(conservation.queue, conservation.client) == {"done": 1, "dead": 1, "released": 1}
+
+
 def test_follow_up_messages_appear_when_the_run_is_done_and_only_then(
     worker: Callable[..., Process],
     handler: Callable[[str], Path],

@@ -147,8 +147,8 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing_behind(stage: Stage)
     """B02: the message is done or waiting, and it never ran twice."""
     seed = random.randrange(10**9)
     rng = random.Random(seed)
-    stage.push(*["ok"] * 8)
-    for _ in range(8):
+    stage.push(*["ok"] * 5)
+    for _ in range(5):
         process = stage.worker(*LONG)
         says(process, "worker: ")
         time.sleep(rng.uniform(0, 0.1))  # not a wait: the moment is what is tried
@@ -268,7 +268,7 @@ def test_failing_at_the_very_end_of_the_grace_leaves_one_copy(stage: Stage) -> N
     """B68: charged or released, never both. The law is checked after every round."""
     seed = random.randrange(10**9)
     rng = random.Random(seed)
-    for n in range(4):
+    for n in range(3):
         (stage.folder / "gate").unlink(missing_ok=True)
         # The oldest goes first: a message that was released runs again in the next round.
         stage.push("fails", seconds=0.3 + rng.uniform(-0.05, 0.05))

@@ -41,6 +41,11 @@ or drained, 1 a bug, 2 a setting or Redis needs a person, 3 the handler cannot b
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
+
 import argparse
 import asyncio
 import hashlib
@@ -547,10 +552,18 @@ return {'ok'}
 
 BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
 SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
-WAIT_FOR = (redis.ConnectionError, redis.TimeoutError, OSError)
-WAIT_FOR_CODES = re.compile(
+PASSING = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    OSError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ClusterDownError,  # MASTERDOWN is one, too
+    redis.exceptions.TryAgainError,
+)
+PASSING_CODES = re.compile(  # where redis-py has no class, or the error comes out of a script
     r"\b(LOADING|READONLY|MASTERDOWN|NOREPLICAS|MISCONF|OOM|BUSY|UNBLOCKED|CLUSTERDOWN|TRYAGAIN"
-    r"|max number of clients)\b"
+    r"|max number of clients|Redis is busy)\b"
 )
 Fault = (redis.RedisError, OSError)
 
@@ -559,8 +572,7 @@ def passing(error: Exception) -> bool:
     """Tells whether a Redis fault ends by itself; if not, a person has to repair something."""
     if isinstance(error, redis.AuthenticationError):  # redis-py counts it as a connection error
         return False
-    code = str(getattr(error, "status_code", ""))  # redis-py cuts the codes that it knows
-    return isinstance(error, WAIT_FOR) or bool(WAIT_FOR_CODES.search(f"{code} {error}"))
+    return isinstance(error, PASSING) or PASSING_CODES.search(str(error)) is not None
 
 
 class Step(NamedTuple):
@@ -925,7 +937,7 @@ def is_stdout(fd: int) -> bool:
 
 # ── What a hand and its foreman tell each other ───────────────────────────────────────────────
 
-TOKEN, SINCE, PROGRESS, ORDER, VERDICT, SETTLED, NOTE = range(7)  # words of a slot
+TOKEN, SINCE, PROGRESS, ORDER, VERDICT, LOADED, NOTE = range(7)  # words of a slot
 FINISH, NOW = 1, 2  # an ORDER: finish what you run; interrupt it and release its message
 DRAINED = -1  # a VERDICT: nothing is left to do (--burst); others are exit codes
 
@@ -1119,7 +1131,6 @@ class Hand:
     def settled(self, last: Settlement, word: bytes, repeated: bool = False) -> None:
         """Says what became of a run. After a lost reply, `stale` is what success looks like."""
         self.slot.words[TOKEN] = 0
-        self.slot.words[SETTLED] += 1
         if word == b"ok" or repeated:
             last.tell(self.settings, self.tombs)
         else:
@@ -1167,6 +1178,8 @@ class Hand:
             try:
                 result = action()
             except Fault as fault:
+                if self.guard == HANDLER and self.timed_out:  # the limit, taken for a socket's
+                    raise TimeLimitExceeded(str(fault)) from None
                 error = fault
             else:
                 self.slot.note = ""
@@ -1262,6 +1275,7 @@ class Hand:
             raise Stop from None
         self.process: Callable[..., Any] = found
         self.extra = (Running(self),) if "run" in parameters else ()
+        self.slot.words[LOADED] = 1
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
 
@@ -1334,6 +1348,8 @@ def die_with(foreman: int) -> None:
 
 LOOK = 0.5  # seconds between two looks at the hands
 PULSE = 10.0  # seconds between two beats at most; a third of the lease, if that is less
+EARLY = 30.0  # seconds; a hand that dies before is replaced more and more slowly
+MOST_FALLS = 5  # hands that may die while they load the handler, in a row
 HURRY = 1.0  # seconds that an interrupted handler has before SIGKILL
 ONE_REQUEST = 0.5  # seconds in which several signals are one request (`timeout` sends two)
 
@@ -1347,7 +1363,8 @@ class Seat:
     pid: int = 0
     name: str = ""
     timed_out: bool = False  # we killed it for that
-    falls: int = 0  # deaths in a row of hands that had not settled anything
+    born: float = 0.0
+    falls: int = 0  # early deaths in a row of hands that were not running a message
     next_fork: float = 0.0
     finished: bool = False
 
@@ -1466,7 +1483,7 @@ class Foreman:
                     os.close(fd)
                 self.queue.close()
                 Hand(self.settings, seat.slot, foreman, self.tombs).main()
-            seat.name, seat.timed_out = f"{self.settings.name}/{seat.pid}", False
+            seat.name, seat.born, seat.timed_out = f"{self.settings.name}/{seat.pid}", now, False
 
     def watch(self) -> None:
         """Kills the hands that are past their limit, and all of them when the grace is over."""
@@ -1492,16 +1509,19 @@ class Foreman:
         """Finds out why a hand ended, and what has to become of what it ran."""
         words, note = seat.slot.words, seat.slot.note
         token, verdict = words[TOKEN], words[VERDICT]
-        seat.falls = 0 if words[SETTLED] or token or code == 0 else seat.falls + 1
-        pause = ceiling(seat.falls - 1, 0.1, 5.0) if seat.falls else 0.0
-        seat.next_fork = time.monotonic() + pause
+        now = time.monotonic()
+        peaceful = code == 0 and not token and bool(words[LOADED] or self.stopped_at)
+        seat.falls = 0 if peaceful or token or now > seat.born + EARLY else seat.falls + 1
+        seat.next_fork = now + (ceiling(seat.falls - 1, 0.1, 5.0) if seat.falls else 0.0)
+        if seat.falls >= MOST_FALLS and not words[LOADED] and not verdict:
+            verdict, note = 3, f"hands die while they load the handler {self.settings.handler()[0]}"
         if verdict == DRAINED:
             seat.finished = True
         elif verdict:
             if not self.stopped_at:
                 log(note)
             self.stop(verdict)
-        if code == 0 and not token and not note:  # it left in peace; a note: Redis was away
+        if peaceful and not note:  # a note: it left while Redis was away
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         failure = Failure(f"WorkerDied: hand {seat.name} {how}", "worker_died")

@@ -327,6 +327,7 @@ def kill_after(pid: int, seconds: float) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_replay_killed_500_times_loses_nothing_and_doubles_nothing(
     server: Server, redis_client: redis.Redis
 ) -> None:

@@ -1,6 +1,25 @@
-"""The desk where dead letters are looked at, put back or thrown away. It only works when asked.
+"""The desk where dead letters are looked at, put back or thrown away. It only acts when asked.
 
-HEADER
+  $ python replay.py
+  replayed df5d15fe13, kind missing, HTTPStatus: HTTP 404 (taskproc.py:61 in process):
+  5 left in q:tasks:dlq
+
+  $ python replay.py --group
+  COUNT  REASON       FIRST  LAST  EXAMPLE     ERROR
+  2      permanent    2 s    0 s   79295856b0  HTTPStatus: HTTP 404 (taskproc.py:61 in process)
+  2      exhausted    2 s    2 s   8badd771ba  ValueError: bad message (taskproc.py:53 in process)
+
+  $ python replay.py --list --kind bad
+  ID          AGE  KIND  ATTEMPTS  REASON     ERROR
+  8badd771ba  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
+  b611f4f134  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
+
+  $ python replay.py --kind bad --set user.id=42
+  - b611f4f134  user.id: 41
+  + b611f4f134  user.id: 42
+  - 8badd771ba  user.id: 41
+  + 8badd771ba  user.id: 42
+  replayed 2
 
 A replay moves and never copies: a letter leaves `q:tasks:dlq` in the same atomic step that puts its
 message on `q:tasks`. So it may be killed at any moment, and two people may replay at once. Attempts

@@ -1,11 +1,11 @@
 """A TCP proxy on loopback that can lose what passes through it, as networks do.
 
-    with Proxy(server.socket) as proxy:
-        proxy.url                   a redis:// URL that leads through the proxy
-        proxy.swallow()             a black hole: connections stay open, nothing comes through
-        proxy.heal()                new connections work; those that were in the hole stay there
-        proxy.lose_every(3)         every third reply is lost, and its connection with it
-        proxy.lie(rb"a.c", b"xyz")  replies say xyz instead (of the same length)
+with Proxy(server.socket) as proxy:
+    proxy.url                   a redis:// URL that leads through the proxy
+    proxy.swallow()             a black hole: connections stay open, nothing comes through
+    proxy.heal()                new connections work; those that were in the hole stay there
+    proxy.lose_every(3)         every third reply is lost, and its connection with it
+    proxy.lie(rb"a.c", b"xyz")  replies say xyz instead (of the same length)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -29,7 +30,8 @@ class Proxy:
         self.lock = threading.Lock()
         self.open: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self.accept, daemon=True).start()
+        self.threads: list[threading.Thread] = []
+        self.start(self.accept)
 
     @property
     def url(self) -> str:
@@ -47,6 +49,10 @@ class Proxy:
     def lie(self, pattern: bytes, instead: bytes) -> None:
         self.truth, self.untruth = pattern, instead
 
+    def start(self, target: Callable[..., None], *args: object) -> None:
+        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self.threads[-1].start()
+
     def accept(self) -> None:
         with contextlib.suppress(OSError):  # the listener is closed
             while True:
@@ -62,7 +68,7 @@ class Proxy:
                 # A connection made in the hole, or being there once, never gets out of it.
                 lost = threading.Event()
                 for ends in ((near, far, False), (far, near, True)):
-                    threading.Thread(target=self.carry, args=(*ends, lost), daemon=True).start()
+                    self.start(self.carry, *ends, lost)
 
     def carry(
         self, source: socket.socket, target: socket.socket, is_reply: bool, lost: threading.Event
@@ -89,10 +95,14 @@ class Proxy:
             return self.every > 0 and self.replies % self.every == 0
 
     def close(self) -> None:
-        # A shutdown wakes the thread that accepts (Linux); closing does so elsewhere.
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
+        """Cuts every connection; no thread is left. A shutdown wakes a thread, a close may not."""
         for end in (self.listener, *self.open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for thread in self.threads:
+            thread.join()
+        for end in self.open:
             end.close()
 
     def __enter__(self) -> Proxy:

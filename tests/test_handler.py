@@ -467,6 +467,19 @@ def test_a_handler_that_cannot_be_loaded_ends_the_worker(
     assert not stats(conservation.queue, conservation.client)
 
 
+def test_a_handler_that_kills_its_process_while_it_is_loaded_ends_the_worker(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """A few tries, then exit code 3; not a respawn loop."""
+    path = handler("import os\nos._exit(7)")
+    conservation.push('{"id": 1}')
+    process = worker()
+    assert process.wait() == 3, process
+    last = process.err.splitlines()[-1]
+    assert "die while they load the handler" in last and str(path) in last
+    assert conservation.client.llen(conservation.queue.names.waiting) == 1
+
+
 def test_a_handler_that_breaks_while_the_worker_runs_ends_it_too(
     worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
 ) -> None:

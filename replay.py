@@ -259,8 +259,10 @@ def letters(
         block = queue.command("LRANGE", dlq, -high, -low - 1)
         block = block if newest else block[::-1]
         fresh = behind(list(tail), block)
-        if not newest and tail and len(fresh) == len(block):  # others took out all of the tail,
-            at = read = 0  # and who knows how much more: begin again
+        if not newest and tail and len(fresh) == len(block):
+            # Others took out all of the tail, and who knows how much more: begin again, with so
+            # many fewer to see. So this ends, whatever they do.
+            there, at, read = there - len(tail), 0, 0
             tail.clear()
             continue
         if not newest and not fresh:

@@ -248,6 +248,17 @@ def test_a_walk_begins_again_when_others_took_all_it_had_seen(
     assert seen == there[:140]
 
 
+def test_a_walk_ends_though_others_replay_and_letters_die_for_ever(
+    queue: Queue, redis_client: redis.Redis
+) -> None:
+    """For each letter that the walk sees, others take the oldest hundred, and as many die."""
+    redis_client.lpush(DLQ, *(envelope({"n": n}) for n in range(300)))
+    for seen, _ in enumerate(replay.letters(queue)):
+        redis_client.rpop(DLQ, 100)
+        redis_client.lpush(DLQ, *(envelope({"seen": seen, "n": n}) for n in range(100)))
+        assert seen < 300 * 300
+
+
 def test_large_letters_are_read_in_small_pages(queue: Queue, redis_client: redis.Redis) -> None:
     """What one command asks for is bounded in bytes, as well as one can know before."""
     redis_client.lpush(DLQ, *(envelope({"n": n, "x": "x" * 100_000}) for n in range(60)))

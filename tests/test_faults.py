@@ -244,15 +244,12 @@ def test_connections_that_are_cut_all_the_time_cost_no_attempt_and_no_second_run
     assert "refused" not in process.err and "had been taken over" not in process.err
 
 
-@pytest.mark.parametrize("every", [7, 11])
-def test_lost_replies_cost_no_attempt_and_no_second_run(
-    scene: Callable[..., Scene], every: int
-) -> None:
+def test_lost_replies_cost_no_attempt_and_no_second_run(scene: Callable[..., Scene]) -> None:
     """The network carries the request and loses the reply: what was asked has happened."""
     stage = scene()
     with Proxy(stage.server.socket) as proxy:
         process = stage.worker(REDIS_URL=proxy.url)
-        proxy.lose_every(every)
+        proxy.lose_every(7)
         stage.push("ok", 40)
         stage.push("fails", 5)
         until(lambda: not stage.counts(), saw=lambda: (stage.counts(), process))

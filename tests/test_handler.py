@@ -344,8 +344,8 @@ def test_a_handler_in_c_code_keeps_its_lease(
     conservation: Conservation,
     qr_dir: Path,
 ) -> None:
-    """It holds the interpreter for two leases and more, while another worker looks for prey."""
-    handler(PRELUDE + "def process(msg): mark('began'); ctypes.PyDLL(None).usleep(2_200_000)")
+    """It holds the interpreter for longer than a lease, while another worker looks for prey."""
+    handler(PRELUDE + "def process(msg): mark('began'); ctypes.PyDLL(None).usleep(1_600_000)")
     first = worker("--lease", 1, "--burst")
     conservation.push('{"kind": "long"}')
     until(lambda: marks(qr_dir), saw=lambda: first)

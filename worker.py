@@ -1523,15 +1523,15 @@ class Foreman:
             self.stop(verdict)
         if peaceful and not note:  # a note: it left while Redis was away
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        failure = Failure(f"WorkerDied: hand {seat.name} {how}", "worker_died")
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
+        failure = Failure(f"WorkerDied: its process {how}", "worker_died")
         if seat.timed_out:
             limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
             failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
         if verdict or self.hurried_at:  # not the message's fault: released
             token = 0
         else:
-            log(failure.error)
+            log(f"hand {seat.name} {how}")
         self.orphans.append(Orphan(seat.name, token, failure))
         self.next_beat = 0.0
 
@@ -1622,8 +1622,8 @@ class Foreman:
                 if reply[0] == b"drift" and (count := self.queue.adopt(self.settings.lease)):
                     log(f"{count} running messages had no lease: they got one")
                 return True
-            text = f"WorkerDied: the lease of {run.owner or 'nobody'} ended without a renewal"
-            self.charge(run, Failure(text, "worker_died"), run.owner)
+            failure = Failure("WorkerDied: its lease ended without a renewal", "worker_died")
+            self.charge(run, failure, run.owner)
         return False
 
     def progress(self) -> dict[str, float]:
@@ -1656,6 +1656,13 @@ class Foreman:
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
         except Fault as error:
             log(f"leaving without Redis ({describe(error)}): leases will end by themselves")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 # ── Never forgotten ───────────────────────────────────────────────────────────────────────────

@@ -112,13 +112,13 @@ for i in range(5000):
 raise ValueError('top') from error"""),
     "forged": ("exhausted", r"ValueError: a\nworker: dead\r\x1b[2J\x85\u2028", r"""
 raise ValueError('a\nworker: dead\r\x1b[2J\x85\u2028 {"kind": "x"}' )"""),
-    "os_exit_3": ("worker_died", "WorkerDied: hand ", "os._exit(3)"),
-    "os_exit_0": ("worker_died", "WorkerDied: hand ", "os._exit(0)"),
-    "sigkill": ("worker_died", "WorkerDied: hand ", "os.kill(os.getpid(), signal.SIGKILL)"),
-    "sigsegv": ("worker_died", "WorkerDied: hand ", """
+    "os_exit_3": ("worker_died", "WorkerDied: its process ", "os._exit(3)"),
+    "os_exit_0": ("worker_died", "WorkerDied: its process ", "os._exit(0)"),
+    "sigkill": ("worker_died", "WorkerDied: its process ", "os.kill(os.getpid(), signal.SIGKILL)"),
+    "sigsegv": ("worker_died", "WorkerDied: its process ", """
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 ctypes.string_at(0)"""),
-    "abort": ("worker_died", "WorkerDied: hand ", """
+    "abort": ("worker_died", "WorkerDied: its process ", """
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.abort()"""),
 }  # fmt: skip

@@ -318,7 +318,7 @@ def test_when_the_foreman_is_killed_its_hands_stop_and_another_worker_takes_over
     for text in ledger(stage.law.queue, stage.law.client)["retry"]:
         message = json.loads(text)
         assert message["attempts"] == 1
-        assert message["_retry"]["history"][0]["error"].startswith("WorkerDied: the lease of ")
+        assert message["_retry"]["history"][0]["error"].startswith("WorkerDied: its lease ended ")
 
 
 def test_a_worker_frozen_past_its_lease_is_refused_says_so_once_and_works_on(

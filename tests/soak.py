@@ -157,10 +157,10 @@ class Soak:
 
     def stop_worker(self) -> None:
         worker = self.random.choice(self.workers)
-        worker.send(self.random.choice([signal.SIGTERM, signal.SIGINT]))
-        self.workers.remove(worker)
-        self.workers.append(self.worker())
-        self.leaving.append(worker)
+        if worker.err:  # before its first line it may not listen yet, and would just die
+            worker.send(self.random.choice([signal.SIGTERM, signal.SIGINT]))
+            self.workers.remove(worker)
+            self.leaving.append(worker)
 
     def freeze_hand(self) -> None:
         if hands := self.random.choice(self.workers).children():

@@ -1179,7 +1179,7 @@ class Hand:
                 result = action()
             except Fault as fault:
                 if self.guard == HANDLER and self.timed_out:  # the limit, taken for a socket's
-                    raise TimeLimitExceeded(str(fault)) from None
+                    raise self.past_limit() from None
                 error = fault
             else:
                 self.slot.note = ""
@@ -1294,7 +1294,10 @@ class Hand:
                 raise Stop
         elif self.guard == HANDLER and not self.timed_out and time.monotonic() >= self.deadline:
             self.timed_out = True
-            raise TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
+            raise self.past_limit()
+
+    def past_limit(self) -> TimeLimitExceeded:
+        return TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
 
     def mend_signals(self) -> None:
         """Sets our signal handlers, if a handler has changed them, and hears what was missed."""

@@ -573,8 +573,8 @@ class Desk:
         if self.stopping:
             return False
         began = time.monotonic()
-        within = letter.older + 1 if letter.near < 0 else 0
-        [word] = self.queue.do(self.queue.replay(letter.raw, text, letter.near, within))
+        step = self.queue.replay(letter.raw, text, letter.near, letter.older + 1)
+        [word] = self.queue.do(step)
         took = time.monotonic() - began
         pause = 1 / self.asked.rate if self.asked.rate else 0.0
         self.not_before = began + max(pause, 2 * took if took > DEEP else 0.0)

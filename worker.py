@@ -495,11 +495,16 @@ return 'ok'
 
 # replay: dead → waiting, for exactly this envelope.
 #   KEYS  dlq waiting stats
-#   ARGV  envelope, new text, the end to look from: 1 newest, -1 oldest, how many to look at: 0 all
+#   ARGV  envelope, new text, the end to look from: 1 newest, -1 oldest,
+#         place when last seen: 1 the oldest, 2 the next …, 0 unknown; others can only lower it
 #   →     ok | gone (the envelope is not there any more)
 REPLAY = Script("replay", "dlq waiting stats", """
 local dlq, waiting, stats = unpack(KEYS)
-if not redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3], 'MAXLEN', ARGV[4]) then return 'gone' end
+if redis.call('LINDEX', dlq, -ARGV[4]) ~= ARGV[1] then
+  local most = ARGV[3] == '-1' and ARGV[4] or 0
+  local found = redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3], 'MAXLEN', most)
+  if not found then return 'gone' end
+end
 redis.pcall('HDEL', stats, '')
 redis.call('LPUSH', waiting, ARGV[2])
 redis.call('LREM', dlq, ARGV[3], ARGV[1])
@@ -666,8 +671,8 @@ class Queue:
     def checkpoint(self, token: int, lease: float, text: bytes) -> Step:
         return Step(CHECKPOINT, (token, ms(lease), text))
 
-    def replay(self, envelope: bytes, text: bytes, end: int = -1, within: int = 0) -> Step:
-        return Step(REPLAY, (envelope, text, end, within))
+    def replay(self, envelope: bytes, text: bytes, end: int = -1, place: int = 0) -> Step:
+        return Step(REPLAY, (envelope, text, end, place))
 
     def beat(self, progress: dict[str, float]) -> Step:
         """`progress`: loop name → seconds since it last made progress."""

@@ -10,7 +10,6 @@ turn with it, on the same private server (unix socket, nothing on disk).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,12 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import redis
 from processes import PROJECT, clean_environment, until
 from server import Server
+
+sys.path.insert(0, str(PROJECT))
+from worker import Queue
 
 ROUNDS = 5
 MESSAGES = 20_000  # per round of the busy loop
@@ -95,7 +99,7 @@ class Bench:
         version = self.client.info("server")["redis_version"]
         print(f"server {version}, Python {sys.version.split()[0]}, redis-py {redis.__version__}\n")
 
-    @contextlib.contextmanager
+    @contextmanager
     def worker(self, handler: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         """A real worker with one hand, and this handler; stopped at the end."""
         command = [sys.executable, str(PROJECT / "worker.py"), "--process", f"handlers:{handler}"]
@@ -149,10 +153,10 @@ class Bench:
         ratio = statistics.median(ours) / statistics.median(bare)
         report("doorbell, ms", statistics.median(ours), statistics.median(bare), ratio)
 
-    def ring_times(self, listener: object) -> list[float]:
+    def ring_times(self, listener: Callable[[], AbstractContextManager[object]]) -> list[float]:
         self.client.flushall()
         times = []
-        with listener():  # type: ignore[operator]
+        with listener():
             for i in range(PUSHES):
                 until(lambda: self.client.info("clients")["blocked_clients"] == 1)
                 start = time.monotonic_ns()
@@ -161,7 +165,7 @@ class Bench:
                 assert i or times.pop() > 0  # the first loads the scripts
         return times
 
-    @contextlib.contextmanager
+    @contextmanager
     def bare_listener(self) -> Iterator[None]:
         program = (
             "import os, redis, socket, sys, time\n"
@@ -220,20 +224,30 @@ class Bench:
         self.client.flushall()
         for i in range(0, DEAD, 1000):
             self.client.lpush("q:tasks:dlq", *(envelope(n) for n in range(i, min(DEAD, i + 1000))))
-        self.client.config_set("slowlog-log-slower-than", 100)
+        self.client.config_set("slowlog-log-slower-than", 0)
         self.client.config_set("slowlog-max-len", 10_000)
         for flags in (["--list"], ["--list", "--oldest"], ["--check"], ["--status"], []):
-            self.client.slowlog_reset()
-            start = time.perf_counter()
-            subprocess.run(
-                [sys.executable, str(PROJECT / "replay.py"), *flags],
-                env=self.environment,
-                stdout=subprocess.DEVNULL,
-            )
-            wall = time.perf_counter() - start
-            slow = max((entry["duration"] for entry in self.client.slowlog_get(10_000)), default=0)
-            name = f"replay.py {' '.join(flags)}"
-            print(f"{name:34} {wall:10.2f} {slow / 1000:10.2f}")
+            self.held(f"replay.py {' '.join(flags)}", partial(self.desk, flags))
+        queue = Queue(self.server.url)
+        middle = self.client.lindex("q:tasks:dlq", DEAD // 2)
+        step = queue.replay(middle, b'{"kind": "ok"}', place=DEAD - 1 - DEAD // 2)
+        self.held("one letter out of the middle", partial(queue.do, step))
+
+    def desk(self, flags: list[str]) -> None:
+        subprocess.run(
+            [sys.executable, str(PROJECT / "replay.py"), *flags],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def held(self, name: str, action: Callable[[], object]) -> None:
+        self.client.slowlog_reset()
+        start = time.perf_counter()
+        action()
+        wall = time.perf_counter() - start
+        held = max(entry["duration"] for entry in self.client.slowlog_get(10_000)) / 1000
+        print(f"{name:34} {wall:10.2f} {held:10.2f}")
 
 
 def envelope(n: int) -> str:

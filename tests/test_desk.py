@@ -209,7 +209,7 @@ def test_what_is_discarded_can_be_restored_to_the_byte(
     assert said == (0, "restored 501\n", "")
     restored = redis_client.lrange(DLQ, 0, -1)[::-1]
     assert restored == sorted([*gone, gone[7]], key=lambda raw: replay.Letter(raw).died_ms) + kept
-    assert desk(server, "--restore", file).out == "restored 0\n501 were there already\n"
+    assert desk(server, "--restore", file).out == "restored 0; 501 were there already\n"
     assert redis_client.lrange(DLQ, 0, -1)[::-1] == restored
 
 

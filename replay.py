@@ -37,6 +37,7 @@ import hashlib
 import io
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -322,14 +323,9 @@ def error(text: str) -> Condition:
     return lambda letter: pattern.search(letter.error) is not None
 
 
-def older(text: str) -> Condition:
-    least = age(text)
-    return lambda letter: letter.age is not None and letter.age >= least
-
-
-def newer(text: str) -> Condition:
-    most = age(text)
-    return lambda letter: letter.age is not None and letter.age < most
+def aged(compare: Callable[[float, float], bool], text: str) -> Condition:
+    bound = age(text)
+    return lambda letter: letter.age is not None and compare(letter.age, bound)
 
 
 def where(text: str) -> Condition:
@@ -510,7 +506,8 @@ class Desk:
         asked = self.asked
         some = islice(self.chosen(), asked.limit or (None if asked.all or self.narrow else 1))
         rows = (x.row() | x.facts | {"payload": x.body or x.facts.get("payload")} for x in some)
-        return self.show(rows, ("\n" * (i > 0) + portrait(x) for i, x in enumerate(some)))
+        lines = ("\n" * (i > 0) + "\n".join(portrait(x)) for i, x in enumerate(some))
+        return self.show(rows, lines)
 
     def do_group(self) -> int:
         """One row per reason and sort of error, the most frequent first."""
@@ -729,11 +726,7 @@ class Desk:
         return code
 
 
-def portrait(letter: Letter) -> str:
-    return "\n".join(features(letter))
-
-
-def features(letter: Letter) -> Iterator[str]:
+def portrait(letter: Letter) -> Iterator[str]:
     """A letter as lines: its facts, its payload, its failures in the order of time."""
     facts, whole = letter.facts, 10**6
     yield paint(f"{letter.id}  {letter.error}", BOLD)
@@ -909,20 +902,17 @@ DOES = {
     "health": "exit 1, and name it, if a loop of a worker stands still",
     "check": "a probe in the format of Nagios plug-ins",
 }
-VARIABLES = {"redis": "REDIS_URL", "queue": "QR_QUEUE"}
-CONDITIONS: tuple[tuple[str, str, Callable[[str], Condition], str], ...] = (
-    # name, what it takes, its parser, help
-    ("kind", "KIND", partial(equal, lambda x: x.body.get("kind")), "of this kind"),
-    ("reason", "WORD", partial(equal, lambda x: x.facts.get("reason")),
-     "exhausted, permanent, undecodable, worker_died, timed_out"),
-    ("error", "TEXT", error, "with TEXT in the error, or matching a /regular expression/"),
-    ("older", "AGE", older, "dead for so long or longer"),
-    ("newer", "AGE", newer, "dead for less"),
-    ("where", "FIELD=VALUE", where, "with this in the payload, such as user.id=42"),
-)  # fmt: skip
 LOOK, ANY = "list show group", "replay list show group discard"
-FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
+USUAL = {"redis": "redis://127.0.0.1:6379/0", "queue": "q:tasks"}
+OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     # name, what it takes, its parser, what it goes with, help
+    ("kind", "KIND", partial(equal, lambda x: x.body.get("kind")), ANY, "of this kind"),
+    ("reason", "WORD", partial(equal, lambda x: x.facts.get("reason")), ANY,
+     "exhausted, permanent, undecodable, worker_died, timed_out"),
+    ("error", "TEXT", error, ANY, "with TEXT in the error, or matching a /regular expression/"),
+    ("older", "AGE", partial(aged, operator.ge), ANY, "dead for so long or longer"),
+    ("newer", "AGE", partial(aged, operator.lt), ANY, "dead for less"),
+    ("where", "FIELD=VALUE", where, ANY, "with this in the payload, such as user.id=42"),
     ("all", "", bool, ANY, "every one that is there at the start"),
     ("limit", "N", count, ANY, "at most N"),
     ("newest", "", bool, ANY, "the newest first, as looking does"),
@@ -940,7 +930,10 @@ FLAGS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     ("crit-depth", "N", count, "check", f"so many are critical (default {DEPTH[1]})"),
     ("warn-age", "AGE", age, "check", "an oldest letter of this age is a warning"),
     ("crit-age", "AGE", age, "check", "an oldest letter of this age is critical"),
-)
+    ("redis", "REDIS_URL", redis_url, "", f"(default {USUAL['redis']})"),
+    ("queue", "QR_QUEUE", key_name, "", f"(default {USUAL['queue']})"),
+)  # fmt: skip
+CONDITIONS = ("kind", "reason", "error", "older", "newer", "where")
 EPILOG = """\
 examples:
   python replay.py                              put the oldest one back
@@ -959,20 +952,6 @@ exit codes: 0 done; 1 partly done, not found, or not healthy; 2 a wrong option, 
 person. --check: 0 fine, 1 warning, 2 critical, 3 unknown."""
 
 
-def checked(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser whose ValueError reaches the person, with what was typed if that is no secret."""
-    note = f" (or in {VARIABLES[name]})" if name in VARIABLES else ""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            typed = "" if name == "redis" else f"{printable(repr(text), 60)}: "
-            raise argparse.ArgumentTypeError(f"{typed}{error}{note}") from None
-
-    return convert
-
-
 def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     """What to do, and how. Exits with code 2 for what makes no sense."""
     parser = argparse.ArgumentParser(
@@ -987,37 +966,37 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     group = parser.add_argument_group("what to do, if not to replay")
     does = group.add_mutually_exclusive_group()
     for name, text in DOES.items():
-        how: dict[str, Any] = {"action": "store_true"}
-        if name == "restore":
-            how = {"metavar": "FILE", "type": checked(name, words)}
-        does.add_argument(f"--{name}", help=text, **how)
+        takes = {"metavar": "FILE"} if name == "restore" else {"action": "store_true"}
+        does.add_argument(f"--{name}", help=text, **takes)  # type: ignore[arg-type]
     which, others = map(parser.add_argument_group, ("which letters", "how"))
-    which.add_argument("id", metavar="ID", nargs="*", type=checked("id", letter_id),
-                       help="this one; the beginning of an id will do")  # fmt: skip
-    for name, metavar, make, text in CONDITIONS:
-        which.add_argument(f"--{name}", metavar=metavar, type=checked(name, make), default=[],
-                           action="append", dest="conditions", help=text)  # fmt: skip
-    for name, metavar, parse, beside, text in FLAGS:
-        how = {"metavar": metavar, "type": checked(name, parse)}
+    ids = "this one; the beginning of an id will do"
+    which.add_argument("id", metavar="ID", nargs="*", help=ids)
+    for name, metavar, _, beside, text in OPTIONS:
+        how: dict[str, Any] = {"action": "append", "metavar": metavar, "default": []}
         if not metavar:
             how = {"action": "store_true"}
-        elif name == "set":
-            how |= {"action": "append", "default": []}
         elif name == "watch":
-            how |= {"nargs": "?", "const": 2.0}
+            how |= {"nargs": "?", "const": "2"}
         (which if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
-    for name, usual, parse in (("redis", "redis://127.0.0.1:6379/0", redis_url),
-                               ("queue", "q:tasks", key_name)):  # fmt: skip
-        others.add_argument(f"--{name}", metavar=VARIABLES[name], type=checked(name, parse),
-                            default=os.environ.get(VARIABLES[name], usual),
-                            help=f"(default {usual})")  # fmt: skip
     asked = parser.parse_intermixed_args(argv)
-    action = next((name for name in DOES if getattr(asked, name)), "replay")
-    given = {text.partition("=")[0] for text in argv} | {"--ID" * bool(asked.id)}
-    goes = dict.fromkeys(["ID", *(row[0] for row in CONDITIONS)], ANY)
-    for name, beside in (goes | {row[0]: row[3] for row in FLAGS}).items():
-        if f"--{name}" in given and action not in beside.split():
-            parser.error(f"{name} goes with {beside}, not with {action}")
+    action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
+    for name, metavar, parse, beside, _ in (("id", "ID", letter_id, ANY, ""), *OPTIONS):
+        key, values = name.replace("-", "_"), []
+        source = f"--{name}" if name != "id" else metavar
+        if (typed := getattr(asked, key)) and beside and action not in beside.split():
+            parser.error(f"{source} goes with {beside}, not with {action}")
+        if name in USUAL and not typed:
+            source, typed = metavar, [os.environ.get(metavar, USUAL[name])]
+        for text in typed if metavar else ():
+            try:
+                values.append(parse(text))
+            except ValueError as error:
+                shown = "" if name == "redis" else f" {printable(repr(text), 60)}"
+                parser.error(f"{source}{shown}: {error}")
+        if metavar:
+            many = name in (*CONDITIONS, "id", "set")
+            setattr(asked, key, values if many else values[-1] if values else None)
+    asked.conditions = [fits for name in CONDITIONS for fits in getattr(asked, name)]
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")
     asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)

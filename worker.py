@@ -58,6 +58,7 @@ import os
 import re
 import secrets
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -73,7 +74,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import redis
+try:
+    import redis
+except ModuleNotFoundError:
+    sys.stderr.write(f"worker: {sys.executable} has no package redis: pip install redis\n")
+    sys.exit(2)
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -163,13 +168,11 @@ def is_count(value: object) -> bool:
 
 def is_date(value: object) -> bool:
     try:
-        return (
-            isinstance(value, str)
-            and DATE.fullmatch(value) is not None
-            and datetime.fromisoformat(value.replace("Z", "+00:00")) is not None
-        )
+        if isinstance(value, str) and DATE.fullmatch(value):
+            return 1970 <= datetime.fromisoformat(value.replace("Z", "+00:00")).year < 9999
     except ValueError:  # the thirteenth month
-        return False
+        pass
+    return False
 
 
 def is_kept(value: object) -> bool:
@@ -341,22 +344,21 @@ redis.call('ZREM', leases, '')
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local from = redis.call('LLEN', nextq) > 0 and nextq or waiting
-local text = redis.call('LINDEX', from, -1)
-local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')
-local due = first[1] and tonumber(first[2]) <= now
-if due and (ARGV[3] == 'retry' or not text) then
-  from, text = retry, string.gsub(first[1], '^%d+:', '', 1)
-end
-if not text then
+local fresh, due = redis.call('LLEN', from) > 0, redis.call('ZCOUNT', retry, '-inf', now) > 0
+local turn = due and (ARGV[3] == 'retry' or not fresh)
+local member = turn and redis.call('ZRANGE', retry, 0, 0)[1]
+if not (member or fresh) then
+  local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')
   local wait = first[1] and math.min(tonumber(first[2]) - now, 1e15) or -1
   return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
 end
+local text = member and string.gsub(member, '^%d+:', '', 1) or redis.call('LINDEX', from, -1)
 local last = tonumber(redis.call('GET', fence)) or 0
 if not (last < 9e15) then last = 0 end
 local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
 redis.call('ZADD', leases, now + ARGV[2], token)
 redis.call('HSET', running, token, ARGV[1] .. ' ' .. now .. ' ' .. text)
-if from == retry then redis.call('ZREM', retry, first[1]) else redis.call('RPOP', from) end
+if member then redis.call('ZREM', retry, member) else redis.call('RPOP', from) end
 redis.call('SET', fence, token)
 return {'run', token, now, text}
 """)  # fmt: skip
@@ -461,7 +463,7 @@ for _, old in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0
   local entry = redis.call('HGET', running, old)
   if entry then
     local owner, start, text = string.match(entry, '^(%S*) (%d+) (.*)$')
-    if not text then owner, start, text = '', now, entry end
+    owner, start, text = owner or '', math.min(tonumber(start) or now, now), text or entry
     local last = tonumber(redis.call('GET', fence)) or 0
     if not (last < 9e15) then last = 0 end
     local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
@@ -539,9 +541,9 @@ for _, command in ipairs({
   {'LPOS', key, 'x'}, {'RPOP', key}, {'LREM', key, 1, 'x'}, {'HSET', key, 'x', 0},
   {'HGET', key, 'x'}, {'HEXISTS', key, 'x'}, {'HLEN', key}, {'HINCRBY', key, 'x', 1},
   {'HDEL', key, 'x'}, {'ZADD', key, 0, 'x'}, {'ZRANGE', key, 0, 0},
-  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCARD', key}, {'ZREMRANGEBYSCORE', key, 1, 1},
-  {'ZREMRANGEBYRANK', key, 1, 1}, {'ZREM', key, 'x'}, {'SET', key, 0}, {'GET', key}, {'TIME'},
-  {'DEL', key}}) do
+  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCOUNT', key, 0, 0}, {'ZCARD', key},
+  {'ZREMRANGEBYSCORE', key, 1, 1}, {'ZREMRANGEBYRANK', key, 1, 1}, {'ZREM', key, 'x'},
+  {'SET', key, 0}, {'GET', key}, {'TIME'}, {'DEL', key}}) do
   local reply = redis.pcall(unpack(command))
   if type(reply) == 'table' and reply.err then
     redis.pcall('DEL', key)
@@ -642,7 +644,9 @@ class Queue:
         if "path" not in pool.connection_kwargs:  # not a unix socket
             pool.connection_kwargs["socket_keepalive"] = True
         self.names = Names(name)
-        self.connection: Any = pool.make_connection()
+        connection: Any = pool.make_connection()
+        connection.driver_info = None  # no CLIENT SETINFO: one right less to be given
+        self.connection = connection
         self.prefixes: dict[Script, bytes] = {}
 
     # What is sent ────────────────────────────────────────────────────────────────────────────
@@ -687,15 +691,19 @@ class Queue:
         only one; alone, it is raised. If Redis has forgotten a script, that step and those behind
         it are sent again, whole (a claim behind a settlement has then been refused: `after`).
         """
-        connection = self.connection
-        connection.send_packed_command([b"".join([self.pack(step) for step in steps])])
-        replies = [self.reply() for _ in steps]
-        for i, reply in enumerate(replies):
-            if isinstance(reply, redis.exceptions.NoScriptError):
-                again = [self.pack(step, whole=True) for step in steps[i:]]
-                connection.send_packed_command([b"".join(again)])
-                replies[i:] = [self.reply() for _ in again]
-                break
+        send = self.connection.send_packed_command
+        try:
+            send([b"".join([self.pack(step) for step in steps])])
+            replies = [self.reply() for _ in steps]
+            for i, reply in enumerate(replies):
+                if isinstance(reply, redis.exceptions.NoScriptError):
+                    again = [self.pack(step, whole=True) for step in steps[i:]]
+                    send([b"".join(again)])
+                    replies[i:] = [self.reply() for _ in again]
+                    break
+        except BaseException:  # a signal's, too: a reply left unread would be taken for the next
+            self.close()
+            raise
         if len(replies) == 1 and isinstance(replies[0], Exception):
             raise replies[0]
         return replies
@@ -721,8 +729,14 @@ class Queue:
 
     def command(self, *args: bytes | str | int | float) -> Any:
         """Sends one plain command and returns its reply."""
-        self.connection.send_command(*args)
-        return self.connection.read_response()
+        try:
+            self.connection.send_command(*args)
+            return self.connection.read_response()
+        except redis.ResponseError:
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def ring(self, seconds: float) -> bool:
         """Sleeps in Redis until a message comes, `seconds` at most; True if one came.
@@ -873,7 +887,7 @@ def describe(error: BaseException) -> str:
         trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
-            if code.co_filename != describe.__code__.co_filename:  # the deepest line not ours
+            if code.co_filename not in NOT_SHOWN:  # the deepest line of somebody else
                 file = os.path.basename(code.co_filename)
                 where = f" ({file}:{trace.tb_lineno} in {code.co_name})"
             trace = trace.tb_next
@@ -884,8 +898,13 @@ def describe(error: BaseException) -> str:
     return printable(f"{name or 'Exception'}{text}", ERROR - len(where)) + where
 
 
+NOT_SHOWN = (describe.__code__.co_filename, "<frozen importlib._bootstrap>", importlib.__file__)
+
+
 def word(value: object) -> str:
     """A value as one word of a log line: bare if it is simple, else quoted."""
+    if value is None:
+        return "-"
     text = printable(str(value), 40)
     return text if re.fullmatch(r"[\w.:/-]+", text) else json.dumps(text, ensure_ascii=False)
 
@@ -1009,40 +1028,50 @@ class Running:
     the last checkpoint said.
     """
 
-    def __init__(self, hand: Hand) -> None:
-        self.hand = hand
+    def __init__(self, hand: Hand, run: Run) -> None:
+        self.hand, self.run = hand, run
+        self.follow_ups: list[bytes] = []
 
     @property
     def token(self) -> int:
-        return self.hand.run.token
+        return self.run.token
 
     @property
     def attempts(self) -> int:
-        return Message.parse(self.hand.run.raw).attempts
+        return Message.parse(self.run.raw).attempts
 
     @property
     def stage(self) -> Any:
-        return Message.parse(self.hand.run.raw).kept.get("stage")
+        return Message.parse(self.run.raw).kept.get("stage")
 
     def push(self, message: dict[str, Any]) -> None:
         """Queues a follow-up message, in the same atomic step that makes this run done."""
-        self.hand.follow_ups.append(json.dumps(message).encode())
+        if not isinstance(message, dict):
+            raise TypeError(f"a message is a dict, this is {type(message).__name__}")
+        self.check()
+        self.follow_ups.append(json.dumps(message).encode())
 
     def checkpoint(self, stage: Any) -> None:
         """Writes down how far the run got (any JSON value); a later run finds it in `stage`.
 
-        Raises LeaseLost if the run has been taken over, ValueError or TypeError if `stage` is not
-        JSON.
+        Raises LeaseLost if the run has been taken over or has ended, ValueError or TypeError if
+        `stage` is not JSON.
         """
-        hand, run = self.hand, self.hand.run
+        hand, run = self.hand, self.run
         json.dumps(stage, allow_nan=False)
+        self.check()
         message = Message.parse(run.raw)
         kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(run.first_ms)
         text = Message(message.text, message.attempts, seen, kept).encode()
         step = hand.queue.checkpoint(run.token, hand.settings.lease, text)
         if hand.insist(partial(hand.queue.do, step)) == [b"stale"]:
             raise LeaseLost(f"run {run.token} has been taken over")
-        hand.run = run._replace(raw=text)
+        self.run = run._replace(raw=text)
+
+    def check(self) -> None:
+        """A thread or a child process that outlives its run must not speak for the next one."""
+        if self.hand.running is not self or self.hand.pid != os.getpid():
+            raise LeaseLost(f"run {self.token} has ended, or this is another process")
 
 
 class Hand:
@@ -1057,7 +1086,7 @@ class Hand:
         self.guard: str | None = None
         self.deadline = 0.0
         self.prefer = "fresh"
-        self.follow_ups: list[bytes] = []
+        self.running: Running | None = None
         self.sentinel = os.open(os.devnull, os.O_RDONLY)
         self.signals = {
             signal.SIGTERM: self.on_stop,
@@ -1116,6 +1145,8 @@ class Hand:
 
     def exchange(self, last: Settlement | None) -> Claim:
         """Settles the last run, if any, and claims the next, if not leaving: one round trip."""
+        if os.getppid() != self.foreman:  # orphaned, and the kernel did not see to it
+            os._exit(1)
         steps = [last.step] if last else []
         if not self.leaving:
             self.prefer = "fresh" if self.prefer == "retry" else "retry"
@@ -1221,33 +1252,34 @@ class Hand:
 
     def attempt(self, run: Run) -> Settlement:
         """Runs the handler once and decides how the run ends."""
-        self.run, self.follow_ups = run, []
+        running = self.running = Running(self, run)
         words = self.slot.words
         words[SINCE], words[TOKEN] = time.monotonic_ns(), run.token
         try:
-            failure = self.call(load(run.raw))
+            failure = self.call(load(run.raw), running)
         except Undecodable:
             failure = Failure("", fatal=True)  # settle_failure finds out the same and says it
         if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
             os._exit(0)
-        words[SINCE] = 0
+        words[SINCE], self.running = 0, None
         self.mend_signals()
         self.mend_descriptors()
         if failure is None:
-            return Settlement(run.token, self.queue.done(run.token, *self.follow_ups))
+            return Settlement(run.token, self.queue.done(run.token, *running.follow_ups))
         if words[ORDER] == NOW:
             step = self.queue.release(run.token)
             return Settlement(run.token, step, f"released token={run.token}: stopped in mid-run")
-        return settle_failure(self.queue, self.settings.policy, self.run, failure, self.name)
+        return settle_failure(self.queue, self.settings.policy, running.run, failure, self.name)
 
-    def call(self, message: dict[str, Any]) -> Failure | None:
+    def call(self, message: dict[str, Any], running: Running) -> Failure | None:
         """Calls the handler under the time limit; a Failure if it raised, whatever it raised."""
         limit, self.timed_out = self.settings.time_limit, False
         try:
             try:
                 self.guard, self.deadline = HANDLER, time.monotonic() + limit
                 signal.setitimer(signal.ITIMER_REAL, min(limit, TICK or limit), TICK)
-                result = self.process(message, *self.extra)
+                extra = {"run": running} if self.takes_run else {}
+                result = self.process(message, **extra)
                 if result is not None and inspect.isawaitable(result):
                     asyncio.run(finish(result))
             finally:
@@ -1272,14 +1304,22 @@ class Hand:
             found: Any = importlib.import_module(module)
             for part in function.split("."):
                 found = getattr(found, part)
-            parameters = inspect.signature(found).parameters
+            signature = inspect.signature(found)
+            self.takes_run = "run" in signature.parameters
+            try:
+                signature.bind({}, **({"run": None} if self.takes_run else {}))
+            except TypeError:  # each message would die of it
+                needed = "process(msg) or process(msg, run) is needed"
+                raise TypeError(f"it takes {signature}; {needed}") from None
+            if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+                raise TypeError("it has a yield: calling it would run nothing")
         except Stop:
             raise
         except BaseException as error:
-            self.verdict(3, f"cannot load the handler {name}: {describe(error)}")
+            why = f"{describe(error)}; looked in {folder}"
+            self.verdict(3, f"cannot load the handler {name}: {why}")
             raise Stop from None
         self.process: Callable[..., Any] = found
-        self.extra = (Running(self),) if "run" in parameters else ()
         self.slot.words[LOADED] = 1
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
@@ -1356,6 +1396,8 @@ def die_with(foreman: int) -> None:
 
 LOOK = 0.5  # seconds between two looks at the hands
 PULSE = 10.0  # seconds between two beats at most; a third of the lease, if that is less
+ANSWER = 2.0  # seconds that the foreman waits for an answer of Redis
+REJOIN = ANSWER + RECONNECT_CAP  # what another foreman may need to be back after an outage
 EARLY = 30.0  # seconds; a hand that dies before is replaced more and more slowly
 MOST_FALLS = 5  # hands that may die while they load the handler, in a row
 HURRY = 1.0  # seconds that an interrupted handler has before SIGKILL
@@ -1390,7 +1432,7 @@ class Foreman:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.queue = Queue(settings.redis, settings.queue, timeout=2.0)
+        self.queue = Queue(settings.redis, settings.queue, timeout=ANSWER)
         memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
         self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
         self.orphans: list[Orphan] = []
@@ -1416,7 +1458,7 @@ class Foreman:
                 break
             self.watch()
             self.beat()
-            self.watchman.tend(self.queue)
+            self.tend()
             self.report_outage()
             self.sleep()
         self.sign_off()
@@ -1440,7 +1482,10 @@ class Foreman:
 
     def sleep(self) -> None:
         """Sleeps until the next look or beat is due; a signal or a dead letter ends it."""
-        seconds = max(0.0, min(LOOK, self.next_beat - time.monotonic()))
+        due = self.next_beat - time.monotonic()
+        seconds = max(0.0, min(LOOK, due))
+        if self.watchman.eager() and not self.faults:
+            seconds = 0.0
         ready = select.select([self.wake, self.tomb], [], [], seconds)[0]
         if self.tomb in ready:
             self.watchman.note(os.read(self.tomb, 8000))
@@ -1536,7 +1581,8 @@ class Foreman:
         if seat.timed_out:
             limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
             failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
-        if verdict or self.hurried_at:  # not the message's fault: released
+        asked = self.stopped_at and code in (-signal.SIGTERM, -signal.SIGINT)  # the handler's reset
+        if verdict or self.hurried_at or asked:  # not the message's fault: released
             token = 0
         else:
             log(f"hand {seat.name} {how}")
@@ -1562,7 +1608,7 @@ class Foreman:
         log(f"handler {self.settings.handler()[0]}")
         self.answered()
         self.report_outage()
-        self.reclaim_from = time.monotonic() + max(0.0, self.settings.lease - uptime)
+        self.reclaim_from = time.monotonic() + max(self.settings.lease, REJOIN) - uptime
         return True
 
     def beat(self) -> None:
@@ -1578,12 +1624,13 @@ class Foreman:
             for reply in (*replies, dead):
                 if isinstance(reply, Exception):
                     raise reply
-            if self.fault or now > self.last_beat + lease:  # others were away: they renew first
-                self.reclaim_from = now + lease
+            if self.fault or now > self.last_beat + lease / 2:  # others, too, were away: they first
+                self.reclaim_from = now + max(lease, REJOIN)
             while self.orphans:
                 self.settle(self.orphans[0])
                 self.orphans.pop(0)
             finished = now < self.reclaim_from or self.reclaim()
+            self.forget_the_dead()
             self.watchman.warn(queue, dead)
         except Fault as error:
             self.failed(error)
@@ -1592,16 +1639,27 @@ class Foreman:
             self.last_beat = now
             self.next_beat = now + (min(lease / 3, PULSE) if finished else 0.0)
 
+    def tend(self) -> None:
+        if not self.faults:
+            try:
+                self.watchman.tend(self.queue)
+            except Fault as error:
+                self.failed(error)
+
     def answered(self) -> None:
         self.fault, self.faults, self.next_beat = "", 0, 0.0
 
     def failed(self, error: Exception) -> None:
-        """Takes note of a fault of Redis; the next try is soon, with full jitter."""
+        """Takes note of a fault of Redis; the next try is soon, with full jitter.
+
+        The first in a row is a hiccup, tried again at once: an idle connection was closed, say.
+        """
         self.queue.close()
-        self.next_beat = time.monotonic() + draw(self.faults, RECONNECT_BASE, RECONNECT_CAP)
-        self.faults += 1
+        wait = draw(self.faults, RECONNECT_BASE, RECONNECT_CAP) if self.faults else 0.0
+        self.next_beat = time.monotonic() + wait
         if passing(error):
-            self.fault = printable(str(error)) or type(error).__name__
+            self.fault = (printable(str(error)) or type(error).__name__) if self.faults else ""
+            self.faults += 1
         else:
             if not self.stopped_at:
                 log(explain(self.queue, error))
@@ -1643,6 +1701,19 @@ class Foreman:
             loops[f"{self.settings.name}/hand{seat.number}"] = age
         return loops
 
+    def forget_the_dead(self) -> None:
+        """Removes the notes of workers of this machine that have died without a goodbye."""
+        mine, dead = self.settings.name, []
+        for member in self.queue.command("ZRANGE", self.queue.names.workers, 0, 99):
+            host, _, rest = member.decode("latin-1").partition(":")
+            pid = rest.partition(":")[0]
+            if host == mine.partition(":")[0] and re.fullmatch("[0-9]{1,9}", pid):
+                reused = int(pid) == os.getpid() and not member.startswith(mine.encode())
+                if reused or not is_running(int(pid)):
+                    dead.append(member)
+        if dead:
+            self.queue.command("ZREM", self.queue.names.workers, *dead)
+
     def report_outage(self) -> None:
         """One line when Redis stops answering this worker, one when it answers again."""
         notes = [seat.slot.note for seat in self.seats if seat.pid and not seat.slot.words[VERDICT]]
@@ -1667,6 +1738,16 @@ class Foreman:
             log(f"leaving without Redis ({printable(str(error))}): leases will end by themselves")
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -1678,6 +1759,7 @@ def signal_name(number: int) -> str:
 
 HOOK_LIMIT = 30.0  # seconds for one run of the --on-dead-letter command
 HOOK_BACKLOG = 1000  # dead letters that may wait for it, and how deep they are looked for
+HOOK_BYTES = 50_000_000  # what is read of them at most while looking for one
 
 
 class Watchman:
@@ -1712,11 +1794,15 @@ class Watchman:
         while self.alert_at <= depth:
             self.alert_at *= 2
         age, oldest = "", queue.command("LINDEX", queue.names.dlq, -1)
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # an entry made by hand
-            failed = datetime.fromisoformat(load(oldest)["failed_at"])
-            age = f", the oldest for {span(queue.now_ms() / 1000 - failed.timestamp())}"
-        text = f"dead letters in {queue.names.dlq}: {depth}{age}; see python replay.py --list"
-        log(f"warning: {text}")
+        with suppress(Undecodable):  # an entry made by hand
+            failed_at: Any = load(oldest or b"").get("failed_at")
+            if is_date(failed_at):
+                failed = datetime.fromisoformat(failed_at.replace("Z", "+00:00")).timestamp()
+                age = f", the oldest for {span(max(0.0, queue.now_ms() / 1000 - failed))}"
+        name = queue.names.waiting
+        where = "" if name == "q:tasks" else f"--queue {shlex.quote(name)} "
+        look = f"see python replay.py {where}--list"
+        log(f"warning: dead letters in {queue.names.dlq}: {depth}{age}; {look}")
 
     def tend(self, queue: Queue) -> None:
         """Looks after the command: ends it when it takes too long, starts it for the next one."""
@@ -1729,20 +1815,23 @@ class Watchman:
             elif self.running.returncode:
                 log(f"--on-dead-letter exited with {self.running.returncode}")
             self.running = None
-        with suppress(*Fault):  # then later
-            while self.tokens and not self.running:
-                envelope = self.find(queue, self.tokens[0])
-                self.tokens.pop(0)
-                if envelope:
-                    self.start(envelope)
+        if self.tokens:  # one look at a time: the foreman has leases to renew
+            envelope = self.find(queue, self.tokens[0])
+            self.tokens.pop(0)
+            if envelope:
+                self.start(envelope)
 
     def find(self, queue: Queue, token: int) -> bytes | None:
         """Finds the envelope of a token among the newest; None if it is not there any more."""
-        for start in range(0, HOOK_BACKLOG, 100):
-            page = queue.command("LRANGE", queue.names.dlq, start, start + 99)
+        start = read = 0
+        while start < HOOK_BACKLOG and read < HOOK_BYTES:
+            page = queue.command("LRANGE", queue.names.dlq, start, start + 9)
             for envelope in page:
                 if b'"token": %d,' % token in envelope:
                     return bytes(envelope)
+            start, read = start + 10, read + sum(map(len, page))
+            if not page:
+                break
         return None
 
     def start(self, envelope: bytes) -> None:
@@ -1766,6 +1855,9 @@ class Watchman:
     def hurry(self) -> None:
         self.tokens.clear()
         self.kill()
+
+    def eager(self) -> bool:
+        return bool(self.tokens) and not self.running
 
     def busy(self) -> bool:
         return bool(self.running or self.tokens)
@@ -1833,6 +1925,9 @@ def explain(queue: Queue, error: Exception) -> str:
         pass
     if isinstance(error, redis.AuthenticationError):
         return f"Redis refuses the login: {text}: check user and password in REDIS_URL"
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        user = getattr(queue.connection, "username", None) or "default"
+        text += f" (user {user}, keys {queue.names.waiting}*)"
     return f"Redis refuses: {text}: repair that, then start again"
 
 
@@ -1970,6 +2065,7 @@ def read_settings(argv: list[str] | None = None) -> Settings:
     """Parses arguments and environment; exits with code 2 and a message that names the culprit."""
     parser = argparse.ArgumentParser(
         prog="worker.py",
+        usage="worker.py [option ...]",
         description="Runs every message of a Redis list through process(msg), tries failures again "
         "after exponential backoff with full jitter, and parks what cannot succeed in the dead "
         "letter queue.",

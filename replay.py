@@ -375,18 +375,16 @@ def put(text: str, path: list[str], value: str) -> tuple[str, str | None]:
     """
     head, found, tail = members(text)
     spans = [whole for *_, whole in found]
-    at = max((i for i, (name, *_) in enumerate(found) if name == path[0]), default=None)
-    if at is None:
-        if path[1:]:
-            raise ValueError(f'its payload has no member "{path[0]}"')
+    at = max((i for i, (name, *_) in enumerate(found) if name == path[0]), default=-1)
+    if path[1:] and not (at >= 0 and isinstance(found[at][1], dict)):
+        raise ValueError(f'its payload has no object "{path[0]}"')
+    if at < 0:
         spans.append(f"{' ' * bool(spans)}{json.dumps(path[0])}: {value}")
         return head + ",".join(spans) + tail, None
-    _, old, inner, whole = found[at]
-    bare = inner.strip()
-    before: str | None = bare
+    _, _, inner, whole = found[at]
+    before: str | None
+    bare = before = inner.strip()
     if path[1:]:
-        if not isinstance(old, dict):
-            raise ValueError(f'member "{path[0]}" of its payload is no object')
         value, before = put(bare, path[1:], value)
     spans[at] = whole.removesuffix(inner) + inner.replace(bare, value, 1)
     return head + ",".join(spans) + tail, before
@@ -522,14 +520,11 @@ class Desk:
                 group["first"] = min(died, group["first"] or died)
                 group["last"] = max(died, group["last"] or died)
         ordered = sorted(groups.values(), key=lambda group: -group["count"])[: self.asked.limit]
-
-        def dated(show: Callable[[float], str | None]) -> Iterator[dict[str, Any]]:
-            for group in ordered:
-                yield group | {k: group[k] and show(group[k]) for k in ("first", "last")}
-
-        ages = dated(lambda at_ms: since(ago(now, at_ms)))
-        rows = ([plain(fact) for fact in group.values()] for group in ages)
-        return self.show(dated(iso), columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows))
+        shown = iso if self.asked.json else lambda at_ms: since(ago(now, at_ms))
+        for group in ordered:
+            group |= {name: group[name] and shown(group[name]) for name in ("first", "last")}
+        rows = ([plain(fact) for fact in group.values()] for group in ordered)
+        return self.show(ordered, columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows))
 
     # Move ────────────────────────────────────────────────────────────────────────────────────
 
@@ -586,8 +581,7 @@ class Desk:
 
     def count(self, by_us: bool) -> bool:
         self.moved += by_us
-        if not by_us:
-            self.rest["had been taken by someone else"] += 1
+        self.rest += Counter({"had been taken by someone else": not by_us})
         return by_us
 
     def stays(self, letter: Letter, why: str) -> None:

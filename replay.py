@@ -946,8 +946,8 @@ exit codes: 0 done; 1 partly done, not found, or not healthy; 2 a wrong option, 
 person. --check: 0 fine, 1 warning, 2 critical, 3 unknown."""
 
 
-def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
-    """What to do, and how. Exits with code 2 for what makes no sense."""
+def command_line() -> argparse.ArgumentParser:
+    """Reads options as lists of texts; what they mean, and whether they fit, comes later."""
     parser = argparse.ArgumentParser(
         prog="replay.py",
         usage="replay.py [what to do] [ID ...] [option ...]",
@@ -967,29 +967,33 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     which.add_argument("id", metavar="ID", nargs="*", help=ids)
     for name, metavar, _, beside, text in OPTIONS:
         how: dict[str, Any] = {"action": "append", "metavar": metavar, "default": []}
-        if not metavar:
-            how = {"action": "store_true"}
-        elif name == "watch":
-            how |= {"nargs": "?", "const": "2"}
+        how |= {"nargs": "?", "const": "2"} if name == "watch" else {}
+        how = how if metavar else {"action": "store_true"}
         (which if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
+    return parser
+
+
+def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
+    """What to do, and how. Exits with code 2 for what makes no sense."""
+    parser = command_line()
     asked = parser.parse_intermixed_args(argv)
     action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
     for name, metavar, parse, beside, _ in (("id", "ID", letter_id, ANY, ""), *OPTIONS):
-        key, values = name.replace("-", "_"), []
-        source = f"--{name}" if name != "id" else metavar
+        key, source, values = name.replace("-", "_"), f"--{name}" if name != "id" else "ID", []
         if (typed := getattr(asked, key)) and beside and action not in beside.split():
             parser.error(f"{source} goes with {beside}, not with {action}")
+        if not metavar:
+            continue
         if name in USUAL and not typed:
             source, typed = metavar, [os.environ.get(metavar, USUAL[name])]
-        for text in typed if metavar else ():
+        for text in typed:
             try:
                 values.append(parse(text))
             except ValueError as error:
                 shown = "" if name == "redis" else f" {printable(repr(text), 60)}"
                 parser.error(f"{source}{shown}: {error}")
-        if metavar:
-            many = name in (*CONDITIONS, "id", "set")
-            setattr(asked, key, values if many else values[-1] if values else None)
+        many = name in (*CONDITIONS, "id", "set")
+        setattr(asked, key, values if many else values[-1] if values else None)
     asked.conditions = [fits for name in CONDITIONS for fits in getattr(asked, name)]
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")

@@ -53,7 +53,11 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from typing import Any
 
-import redis
+try:
+    import redis
+except ModuleNotFoundError:
+    sys.stderr.write(f"replay: {sys.executable} has no package redis: pip install redis\n")
+    sys.exit(2)
 
 from worker import (
     RESERVED,
@@ -63,6 +67,7 @@ from worker import (
     count,
     explain,
     fill_standard_files,
+    host_name,
     is_date,
     iso,
     key_name,
@@ -82,6 +87,7 @@ PAGE_BYTES = 500_000  # what a page should hold, so that reading it holds Redis 
 SHOWN = 20  # rows of a table, if nothing says otherwise
 STALE = 60.0  # seconds without progress after which a loop stands still, for --health
 GONE = 10  # times that: a worker silent for so long has gone, it is not stuck
+REASONS = ("exhausted", "permanent", "undecodable", "worker_died", "timed_out")
 DEPTH = (1, 100)  # dead letters that are a warning, and critical, for --check
 
 
@@ -314,6 +320,12 @@ def equal(fact: Callable[[Letter], object], text: str) -> Condition:
     return lambda letter: plain(fact(letter)) == wanted
 
 
+def reason(text: str) -> Condition:
+    if text not in REASONS:
+        raise ValueError(f"one of these is needed: {', '.join(REASONS)}")
+    return equal(lambda x: x.facts.get("reason"), text)
+
+
 def error(text: str) -> Condition:
     bare = re.fullmatch("/(.+)/", text, re.DOTALL)
     try:
@@ -471,6 +483,8 @@ class Desk:
         return iter(named)
 
     def nothing(self) -> str:
+        if (self.asked.page or 1) > 1:
+            return f"there is no page {self.asked.page}"
         if self.narrow:
             return f"no dead letter in {self.dlq} fits"
         return f"{self.dlq} is empty: there is no dead letter"
@@ -539,6 +553,8 @@ class Desk:
                     text = self.edited(letter)
                 except ValueError as error:
                     self.stays(letter, printable(str(error)))
+                    if one and asked.set:  # the change was meant for this one, not for the next
+                        break
                     continue
                 if asked.dry_run:
                     self.moved += 1
@@ -550,6 +566,8 @@ class Desk:
                     break
         if one and not self.moved:
             complain("nothing was moved") if self.rest else print(self.nothing())
+        elif not (one or self.moved or self.rest or self.partial):
+            complain(self.nothing())
         return int(self.partial and not (one and self.moved))
 
     def edited(self, letter: Letter) -> bytes:
@@ -617,7 +635,9 @@ class Desk:
         asked, chosen = self.asked, islice(self.chosen(), self.asked.limit)
         if asked.dry_run:
             for letter in chosen:
+                self.moved += 1
                 print(f"would discard {letter.id}, {letter.about}")
+            print(f"would discard {self.moved:,}")
             return int(self.partial)
         name = time.strftime(f"discarded-%Y%m%dT%H%M%SZ-{os.getpid()}.jsonl", time.gmtime())
         path = os.path.abspath(asked.file or name)
@@ -688,7 +708,8 @@ class Desk:
         now, stale = survey(self.queue), self.asked.stale or STALE
         troubles, alive = [], 0
         for worker, loops in now["workers"].items():
-            if min(loops.values()) > GONE * stale:
+            elsewhere = self.asked.here and not worker.startswith(f"{host_name()}:")
+            if elsewhere or min(loops.values()) > GONE * stale:
                 continue
             still = {loop: idle for loop, idle in loops.items() if idle > stale}
             alive += "foreman" in loops and "foreman" not in still
@@ -696,7 +717,8 @@ class Desk:
                 troubles.append(f"{worker}: its {loop} has not moved for {since(idle)}")
         work = sum(now["states"][name]["count"] for name in ("waiting", "running", "retrying"))
         if work and not alive:
-            troubles.append(f"no worker is alive, and {work} messages wait for one")
+            here = "here" if self.asked.here else "anywhere"
+            troubles.append(f"no worker is alive {here}; messages to be worked on: {work}")
         print("\n".join(map(printable, troubles)) or f"healthy: workers {alive}, messages {work}")
         return int(bool(troubles))
 
@@ -782,7 +804,7 @@ def survey(queue: Queue) -> dict[str, Any]:
     running: list[dict[str, Any]] = []
     for token, entry in islice(chain.from_iterable(queue.pages()), 1000):
         owner, start, text = [*entry.split(b" ", 2), b"", b""][:3]
-        age = ago(now, int(start)) if start.isdigit() else None
+        age = ago(now, int(start)) if start.isdigit() and len(start) < 15 else None
         run = {"token": token.decode(errors="replace"), "for": age, "kind": peek(text).kind}
         running.append(run | {"owner": owner.decode(errors="replace")})
     running.sort(key=lambda run: -(run["for"] or 0.0))
@@ -901,8 +923,7 @@ USUAL = {"redis": "redis://127.0.0.1:6379/0", "queue": "q:tasks"}
 OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     # name, what it takes, its parser, what it goes with, help
     ("kind", "KIND", partial(equal, lambda x: x.body.get("kind")), ANY, "of this kind"),
-    ("reason", "WORD", partial(equal, lambda x: x.facts.get("reason")), ANY,
-     "exhausted, permanent, undecodable, worker_died, timed_out"),
+    ("reason", "WORD", reason, ANY, ", ".join(REASONS)),
     ("error", "TEXT", error, ANY, "with TEXT in the error, or matching a /regular expression/"),
     ("older", "AGE", partial(aged, operator.ge), ANY, "dead for so long or longer"),
     ("newer", "AGE", partial(aged, operator.lt), ANY, "dead for less"),
@@ -919,6 +940,7 @@ OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
     ("json", "", bool, LOOK + " status", "one JSON object per line"),
     ("page", "N", count, "list", "which page of the table (default 1)"),
     ("watch", "SECONDS", seconds, "status", "again and again until Ctrl-C (default every 2 s)"),
+    ("here", "", bool, "health", "only the workers of this machine: for a liveness probe"),
     ("stale", "SECONDS", seconds, "health", f"what standing still is (default {STALE:g} s)"),
     ("warn-depth", "N", count, "check", f"so many letters are a warning (default {DEPTH[0]})"),
     ("crit-depth", "N", count, "check", f"so many are critical (default {DEPTH[1]})"),
@@ -1031,7 +1053,7 @@ def main(argv: list[str] | None = None) -> int:
         trouble = int(action not in LOOK)
         silence()
     except OSError as error:
-        text = printable(str(error))
+        text = printable(f"{error.filename or 'the output'}: {error.strerror or error}")
         silence()
     except Problem as error:
         text = str(error)

@@ -1703,11 +1703,11 @@ class Foreman:
 
     def forget_the_dead(self) -> None:
         """Removes the notes of workers of this machine that have died without a goodbye."""
-        mine, dead = self.settings.name, []
+        mine, here, dead = self.settings.name, host_name(), []
         for member in self.queue.command("ZRANGE", self.queue.names.workers, 0, 99):
             host, _, rest = member.decode("latin-1").partition(":")
             pid = rest.partition(":")[0]
-            if host == mine.partition(":")[0] and re.fullmatch("[0-9]{1,9}", pid):
+            if host == here and re.fullmatch("[0-9]{1,9}", pid):
                 reused = int(pid) == os.getpid() and not member.startswith(mine.encode())
                 if reused or not is_running(int(pid)):
                     dead.append(member)
@@ -2095,8 +2095,12 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         if not (folder := os.environ.get(variable, usual)):
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
         values[name] = Path(folder).absolute()
-    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-    return Settings(**values, name=f"{host}:{os.getpid()}:{secrets.token_hex(2)}")
+    return Settings(**values, name=f"{host_name()}:{os.getpid()}:{secrets.token_hex(2)}")
+
+
+def host_name() -> str:
+    """This machine, as the names of its workers begin."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
 def main(argv: list[str] | None = None) -> int:

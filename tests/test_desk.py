@@ -22,7 +22,7 @@ from server import Server
 from test_replay import fork_desk, kill_after
 
 import replay
-from worker import Queue, iso
+from worker import Queue, host_name, iso
 
 Run = Callable[..., Process]
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\r\n\u2028\u202e\x85\x9b1m"
@@ -249,7 +249,7 @@ def test_discard_needs_a_choice_and_a_yes(
     for argv in (["--yes"], ["--all"], ["--all", "--yes", "--file", taken]):
         said = desk(server, "--discard", *argv)
         assert said.code == 2 and said.err, argv
-    assert desk(server, "--discard", "--all", "--dry-run").out.count("would discard") == 2
+    assert desk(server, "--discard", "--all", "--dry-run").out.count("would discard") == 3
     assert desk(server, "--discard", "--kind", "none", "--yes").err.endswith("fits\n")
     for typed in ("yes\n", "\n", "\x04"):
         shown, code = on_terminal(server, "--discard", "--all", typed=typed)
@@ -357,8 +357,8 @@ def test_prometheus_gets_valid_exposition_text(
         ({"w/foreman": 90, "w/hand1": 1}, 1, "w: its foreman has not moved"),
         ({"w/foreman": 90, "w/hand1": 95, "v/foreman": 0}, 1, "w: its hand1 has not moved"),
         ({"w/foreman": 7000, "w/hand1": 7000, "v/foreman": 0}, 0, "workers 1"),
-        ({"w/foreman": 7000}, 1, "no worker is alive, and 6 messages wait"),
-        ({}, 1, "no worker is alive, and 6 messages wait"),
+        ({"w/foreman": 7000}, 1, "no worker is alive anywhere; messages to be worked on: 6"),
+        ({}, 1, "no worker is alive anywhere; messages to be worked on: 6"),
     ],
 )
 def test_health_names_the_loop_that_stands_still(
@@ -375,6 +375,43 @@ def test_health_names_the_loop_that_stands_still(
         redis_client.zadd("q:tasks:workers", {loop: busy - age * 1000})
     said = desk(server, "--health")
     assert said.code == code and named in said.out
+
+
+def test_health_here_asks_only_for_the_workers_of_this_machine(
+    server: Server, redis_client: redis.Redis, busy: int
+) -> None:
+    """What stands still elsewhere is an alert for a person, and no reason to restart this one."""
+    here, there = f"{host_name()}:1:ab", "elsewhere:2:cd"
+    redis_client.delete("q:tasks:workers")
+    moved = {f"{here}/foreman": busy, f"{there}/foreman": busy - 99_000}
+    redis_client.zadd("q:tasks:workers", moved)
+    assert desk(server, "--health", "--here").code == 0
+    assert desk(server, "--health").code == 1
+    redis_client.zadd("q:tasks:workers", {f"{here}/hand1": busy - 99000})
+    said = desk(server, "--health", "--here")
+    assert said.code == 1 and "hand1" in said.out and "elsewhere" not in said.out
+
+
+def test_a_page_that_is_not_there_is_not_an_empty_queue(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    redis_client.lpush(DLQ, envelope())
+    for flags in ([], ["--json"]):
+        said = desk(server, "--list", "--page", "9", *flags)
+        assert said.code == 0 and "there is no page 9" in said.err, said
+
+
+def test_a_change_that_does_not_fit_the_oldest_is_not_made_to_the_next(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    redis_client.rpush(DLQ, envelope(), envelope("no object"))
+    said = desk(server, "--set", "note=hi", "--dry-run")
+    assert said.code == 1 and "stays where it is" in said.err and "would replay" not in said.out
+
+
+def test_a_reason_that_does_not_exist_is_refused(server: Server) -> None:
+    said = desk(server, "--reason", "exhaused")
+    assert said.code == 2 and "exhausted" in said.err
 
 
 def test_without_work_and_without_workers_all_is_well(

@@ -114,9 +114,9 @@ def test_the_exit_codes_are_told() -> None:
 
 
 def permissions() -> str:
-    found = re.search(r"ACL SETUSER worker on >PASSWORD (.*?)```", README, re.DOTALL)
+    found = re.search(r"ACL SETUSER worker on '>PASSWORD' (.*?)```", README, re.DOTALL)
     assert found
-    return " ".join(found[1].replace("\\\n", " ").split())
+    return " ".join(found[1].replace("\\\n", " ").replace("'", "").split())
 
 
 @pytest.fixture

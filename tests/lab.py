@@ -472,6 +472,9 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `make lab | head`: everything is stopped, nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ PAGE_BYTES = 500_000  # what a page should hold, so that reading it holds Redis 
 SHOWN = 20  # rows of a table, if nothing says otherwise
 STALE = 60.0  # seconds without progress after which a loop stands still, for --health
 GONE = 10  # times that: a worker silent for so long has gone, it is not stuck
+DEEPEST = 64  # columns of indentation; what lies deeper is shown as it was written
 REASONS = ("exhausted", "permanent", "undecodable", "worker_died", "timed_out")
 DEPTH = (1, 100)  # dead letters that are a warning, and critical, for --check
 
@@ -773,7 +774,7 @@ def portrait(letter: Letter) -> Iterator[str]:
 def outline(text: str, pad: str) -> Iterator[str]:
     """The members of a JSON object, indented, each value as the producer wrote it."""
     for name, value, inner, _ in members(text)[1]:
-        nested = isinstance(value, dict) and value
+        nested = isinstance(value, dict) and value and len(pad) < DEEPEST
         yield f"{pad}{name}:" + ("" if nested else f" {inner.strip()}")
         if nested:
             yield from outline(inner, pad + "  ")
@@ -817,7 +818,7 @@ def survey(queue: Queue) -> dict[str, Any]:
     workers: dict[str, dict[str, float]] = {}
     for i in range(0, ask("ZCARD", names.workers), 1000):
         for member, score in pairs(ask("ZRANGE", names.workers, i, i + 999, "WITHSCORES")):
-            name, _, loop = member.rpartition("/")
+            name, _, loop = printable(member).rpartition("/")
             workers.setdefault(name, {})[loop] = ago(now, float(score)) or 0.0
     first = ask("LINDEX", names.next, -1) or ask("LINDEX", names.waiting, -1)
     page = [Letter(raw, now) for raw in ask("LRANGE", names.dlq, -SHOWN, -1)]
@@ -835,7 +836,11 @@ def survey(queue: Queue) -> dict[str, Any]:
         "running": running[:SHOWN],
         "due": due[:SHOWN],
         "overdue": ask("ZCOUNT", names.retry, "-inf", now),
-        "counters": {name: int(n) for name, n in pairs(ask("HGETALL", names.stats)) if n.isdigit()},
+        "counters": {
+            printable(name): int(n)
+            for name, n in pairs(ask("HGETALL", names.stats))
+            if n.isdigit() and len(n) < 20
+        },
         "workers": workers,
     }
 

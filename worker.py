@@ -635,7 +635,8 @@ class Queue:
     def __init__(self, url: str, name: str = "q:tasks", timeout: float = BLOCK + 3) -> None:
         """Does not connect yet. `timeout` must exceed every wait. ValueError if `url` is none."""
         pool = redis.ConnectionPool.from_url(url, protocol=2)
-        pool.connection_kwargs |= {
+        pool.connection_kwargs |= {  # whatever the URL says
+            "protocol": 2,
             "decode_responses": False,
             "socket_timeout": timeout,
             "socket_connect_timeout": min(timeout, 5.0),
@@ -1183,13 +1184,15 @@ class Hand:
         if last:
             [word] = self.insist(partial(self.queue.do, last.step), error, held=True)
             self.settled(last, word, repeated=True)
-        return Claim() if self.leaving else self.insist(self.find_or_claim, error)
+        return self.insist(self.find_or_claim, error)
 
     def find_or_claim(self) -> Claim:
         queue, lease = self.queue, self.settings.lease
         for run in queue.owned(self.name):
             if queue.do(queue.renew(lease, run.token)) == [[]]:
                 return Claim(run)
+        if self.leaving:
+            return Claim()
         [reply] = queue.do(queue.claim(self.name, lease))
         return Claim.of(reply)
 

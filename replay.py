@@ -893,7 +893,7 @@ def exposition(now: dict[str, Any]) -> Iterator[str]:
             ({"worker": name, "loop": loop}, idle)
             for name, loops in workers for loop, idle in loops.items()],
     }  # fmt: skip
-    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    escapes = str.maketrans({"\\": r"\\", '"': r"\""})  # of control characters none is left
     for head, samples in metrics.items():
         name, sort, text = head.split(" ", 2)
         yield f"# HELP {name} {text}\n# TYPE {name} {sort}"

@@ -346,7 +346,7 @@ def test_prometheus_gets_valid_exposition_text(
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in types.items())
     assert values["qr_messages", 'queue="q:tasks",state="waiting"'] == 3
     assert values["qr_transitions_total", 'queue="q:tasks",transition="done"'] == 10
-    assert any('worker="a\\"b\\\\c\\nd"' in labels for _, labels in values)
+    assert any('worker="a\\"b\\\\c\\\\nd"' in labels for _, labels in values)
 
 
 @pytest.mark.parametrize(

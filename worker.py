@@ -1088,7 +1088,9 @@ class Hand:
         self.deadline = 0.0
         self.prefer = "fresh"
         self.running: Running | None = None
-        self.sentinel = os.open(os.devnull, os.O_RDONLY)
+        self.sentinel, write = os.pipe()  # no other file has its inode
+        os.close(write)
+        self.inode = os.fstat(self.sentinel).st_ino
         self.signals = {
             signal.SIGTERM: self.on_stop,
             signal.SIGINT: self.on_stop,
@@ -1358,8 +1360,10 @@ class Hand:
     def mend_descriptors(self) -> None:
         """After a handler that closed all files: settle on a new connection, then be replaced."""
         try:
-            os.fstat(self.sentinel)
+            intact = os.fstat(self.sentinel).st_ino == self.inode
         except OSError:
+            intact = False
+        if not intact:
             fill_standard_files()
             self.queue.close()
             self.leaving = True

@@ -491,6 +491,28 @@ def test_an_outage_is_two_lines_however_many_hands_wait(scene: Callable[..., Sce
     assert len(process.err.splitlines()) == len(lines(process, START)) + 4
 
 
+def test_a_server_that_closes_idle_connections_keeps_no_run_from_being_taken_over(
+    scene: Callable[..., Scene],
+) -> None:
+    """Closed before each beat of the foreman: that is no outage, and nobody hears of it."""
+    stage = scene()
+    # Who may not ask for INFO does not know that the server is young, and need not wait for others.
+    url = limited_user(stage.server, "~*", "+@all", "-info")
+    process = stage.worker("--lease", 7.5, "--base", 0.01, REDIS_URL=url)  # a beat each 2.5 s
+
+    def connections() -> int:
+        return int(stage.client.info("clients")["connected_clients"])
+
+    until(lambda: connections() == 3, saw=lambda: process)  # the foreman, its hand, and we
+    stage.client.config_set("timeout", 1)
+    until(lambda: connections() == 2, saw=lambda: process)
+    stage.client.hset(stage.names.running, "7", 'gone 1 {"id": 0, "kind": "ok"}')
+    stage.client.zadd(stage.names.leases, {"7": 1})
+    until(lambda: stage.stats().get("reclaimed"), saw=lambda: process)
+    assert process.stop() == 0
+    assert DOWN not in process.err
+
+
 def test_strangers_keys_are_left_alone(scene: Callable[..., Scene]) -> None:
     """B65: no KEYS, no SCAN, no FLUSH, and no key but the queue's, however alike its name is."""
     stage = scene()

@@ -444,6 +444,11 @@ def test_a_hand_that_is_asked_to_leave_by_a_stranger_is_replaced(
         ("def other(msg): pass", "no attribute 'process'"),
         ("process = 3", "is not a callable"),
         ("\0", "null bytes"),
+        ("def process(): pass", "process(msg) or process(msg, run) is needed"),
+        ("def process(msg, other): pass", "process(msg) or process(msg, run) is needed"),
+        ("def process(msg, *, other): pass", "process(msg) or process(msg, run) is needed"),
+        ("def process(msg):\n    yield", "it has a yield"),
+        ("async def process(msg):\n    yield", "it has a yield"),
     ],
 )
 def test_a_handler_that_cannot_be_loaded_ends_the_worker(
@@ -533,6 +538,19 @@ def process(msg, run):
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.parametrize("signature", ["msg, *, run", "msg, extra=None, run=None"])
+def test_run_is_asked_for_by_its_name(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    signature: str,
+) -> None:
+    handler(f"def process({signature}): run.checkpoint('x')")
+    conservation.push('{"n": 1}')
+    assert worker("--burst", "--max-attempts", 1).wait() == 0
+    assert conservation.done() == 1
+
+
 def test_the_last_stage_is_in_the_dead_letter(
     worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
 ) -> None:
@@ -563,6 +581,73 @@ def test_the_limit_and_the_end_of_grace_reach_a_handler_in_the_middle_of_a_check
     assert stats(conservation.queue, conservation.client) == {"done": 1, "dead": 1, "released": 1}
 
 
+def test_the_limit_between_a_question_to_redis_and_its_answer_spoils_no_other_answer(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """What the hand asks next is not answered by what the checkpoint left unread."""
+    handler(PRELUDE + """
+def process(msg, run):
+    connection = run.hand.queue.connection
+    def too_late(*_, **__):
+        del connection.read_response
+        time.sleep(60)
+    if msg["slow"]:
+        connection.read_response = too_late
+        run.checkpoint("x")
+""")  # fmt: skip
+    conservation.push(*[json.dumps({"slow": n % 2 == 0, "n": n}) for n in range(6)])
+    process = worker("--burst", "--time-limit", 0.3, "--grace", 3600, "--max-attempts", 1)
+    assert process.wait() == 0, process
+    letters = envelopes(conservation.queue, conservation.client)
+    assert [letter["payload"]["n"] for letter in letters] == [0, 2, 4]
+    assert {letter["reason"] for letter in letters} == {"timed_out"}
+    assert stats(conservation.queue, conservation.client) == {"done": 3, "dead": 3}
+    assert "worker: hand " not in process.err and "Traceback" not in process.err
+
+
+def test_a_thread_that_outlives_its_run_cannot_speak_for_the_next(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """Nor can a child process. Its token stays its own; what it asks for raises LeaseLost."""
+    handler(PRELUDE + """
+threads, next_run = [], threading.Event()
+
+def speak(run, token):
+    mark(run.token == token, run.stage)
+    for method in (run.push, run.checkpoint):
+        try: method({"from": "the dead"})
+        except Exception as error: mark(type(error).__name__)
+
+def wait_and_speak(run, token):
+    next_run.wait()
+    speak(run, token)
+
+def process(msg, run):
+    run.checkpoint(msg["id"])
+    if msg["id"] == 1:
+        threads.append(threading.Thread(target=wait_and_speak, args=(run, run.token)))
+        threads[0].start()
+    else:
+        next_run.set()
+        threads[0].join()
+        if os.fork() == 0:
+            speak(run, run.token)
+            os._exit(0)
+        os.wait()
+        raise ValueError
+""")  # fmt: skip
+    conservation.push('{"id": 1}', '{"id": 2}')
+    assert worker("--burst", "--max-attempts", 1).wait() == 0
+    lost = ["LeaseLost", "LeaseLost"]
+    assert marks(qr_dir) == ["True 1", *lost, "True 2", *lost]
+    [letter] = envelopes(conservation.queue, conservation.client)
+    assert letter["stage"] == 2
+    assert conservation.done() == 1
+
+
 def test_follow_up_messages_appear_when_the_run_is_done_and_only_then(
     worker: Callable[..., Process],
     handler: Callable[[str], Path],
@@ -581,6 +666,18 @@ def process(msg, run):
     conservation.pushed['{"kind": "child"}'] += 1
     assert worker("--burst", "--base", 0.01).wait() == 0
     assert marks(qr_dir) == ["parent", "parent", "child"]
+
+
+def test_a_follow_up_that_is_no_dict_is_the_handlers_error(
+    worker: Callable[..., Process], handler: Callable[[str], Path], conservation: Conservation
+) -> None:
+    """At once, where it is pushed: it could be no more than a dead letter later."""
+    handler("def process(msg, run): run.push(msg['next'])")
+    conservation.push('{"next": "{}"}', '{"next": [{}]}', '{"next": null}')
+    assert worker("--burst", "--max-attempts", 1).wait() == 0
+    letters = envelopes(conservation.queue, conservation.client)
+    for letter, kind in zip(letters, ("str", "list", "NoneType"), strict=True):
+        assert letter["error"].startswith(f"TypeError: a message is a dict, this is {kind} (")
 
 
 @pytest.mark.parametrize("stage", ["float('nan')", "{1, 2}", "object()"])

@@ -73,6 +73,18 @@ def test_a_python_that_is_too_old_is_told_so(project: Path, tmp_path: Path) -> N
     assert "Python 3.10 or newer is needed" in refusal.stdout
 
 
+@pytest.mark.parametrize("script", ["worker.py", "replay.py"])
+def test_a_python_without_the_package_redis_is_told_so(
+    run: Run, tmp_path: Path, script: str
+) -> None:
+    """Exit code 2 and one sentence; the package is hidden by one that is not there either."""
+    (tmp_path / "redis.py").write_text("raise ModuleNotFoundError(name='redis')\n")
+    process = run(script, PYTHONPATH=tmp_path)
+    assert process.wait() == 2, process
+    [line] = process.err.splitlines()
+    assert f"{sys.executable} has no package redis: pip install redis" in line
+
+
 def make(target: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = ["make", *target.split(), *flags]
     return subprocess.run(

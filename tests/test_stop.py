@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from processes import Process, until
 
 # Messages say how long to run; each beginning and end leaves a line of `id word pid`.
 HANDLER = """
-import json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 
 def mark(msg, word):
     fd = os.open(os.environ["QR_DIR"] + "/marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -35,6 +36,14 @@ def process(msg):
         gate()
     elif kind == "deaf":  # it does not hear the polite signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        gate()
+    elif kind == "default":  # as asyncio leaves it behind
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mark(msg, "ready")
+        gate()
+    elif kind == "free":  # from the kernel's promise to end it with its parent (Linux)
+        ctypes.CDLL(None).prctl(1, 0)
+        mark(msg, "ready")
         gate()
     elif kind == "stubborn":
         while True:
@@ -222,6 +231,19 @@ def test_a_handler_that_ignores_the_signal_still_finishes_as_the_last(stage: Sta
     assert stage.counts() == {"waiting": 2}
 
 
+def test_a_handler_that_lets_the_signal_kill_it_is_released_uncharged(stage: Stage) -> None:
+    """It has put SIGTERM back to the default: a stop is not an attempt."""
+    stage.push("default")
+    process = stage.worker(*LONG)
+    until(lambda: stage.marks("ready"), saw=lambda: process)
+    before = ledger(stage.law.queue, stage.law.client)
+    assert process.stop() == 0
+    after = ledger(stage.law.queue, stage.law.client)
+    assert after["waiting"] == before["running"]
+    assert (stage.counts(), stage.stats()) == ({"waiting": 1}, {"released": 1})
+    assert "SIGTERM" not in process.err
+
+
 @pytest.mark.parametrize("group", [False, True], ids=["foreman", "group"])
 def test_a_second_signal_means_now(stage: Stage, group: bool) -> None:
     """The grace would last an hour."""
@@ -319,6 +341,43 @@ def test_when_the_foreman_is_killed_its_hands_stop_and_another_worker_takes_over
         message = json.loads(text)
         assert message["attempts"] == 1
         assert message["_retry"]["history"][0]["error"].startswith("WorkerDied: its lease ended ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_a_hand_that_the_kernel_does_not_end_leaves_when_its_foreman_is_dead(stage: Stage) -> None:
+    """A change of the user id clears the death signal, too. It settles and claims nothing more."""
+    stage.push("free", "ok")
+    process = stage.worker(*LONG)
+    until(lambda: stage.marks("ready"), saw=lambda: process)
+    process.send(signal.SIGKILL)
+    process.wait()
+    stage.open_gate()
+    [line] = until(lambda: stage.marks("ended"), saw=lambda: process)  # it has outlived its foreman
+    until(lambda: gone(int(line.split()[2])), saw=stage.counts)
+    assert (stage.counts(), stage.stats()) == ({"waiting": 1, "running": 1}, {})
+
+
+def test_the_notes_of_a_dead_worker_are_removed_by_the_next_on_its_machine(stage: Stage) -> None:
+    """Its own number may be that of the dead one; who lives or is elsewhere is left alone."""
+    client, workers = stage.law.client, stage.names.workers
+    dead = stage.worker()
+    until(lambda: client.zcard(workers) == 2, saw=lambda: dead)
+    dead.send(signal.SIGKILL)
+    dead.wait()
+
+    def notes() -> set[str]:
+        return {note.decode() for note in client.zrange(workers, 0, -1)}
+
+    removed = notes()
+    [host] = {note.partition(":")[0] for note in removed}
+    other = stage.worker("--lease", 1)
+    removed.add(f"{host}:{other.pid}:0000/foreman")
+    kept = {f"{host}:{os.getpid()}:0000/foreman", f"{host}x:{dead.pid}:0000/foreman", f"{host}:x"}
+    client.zadd(workers, dict.fromkeys(removed | kept, stage.law.queue.now_ms()))
+    until(lambda: not notes() & removed, saw=notes)
+    assert kept < notes()
+    assert other.stop() == 0
+    assert notes() == kept
 
 
 def test_a_worker_frozen_past_its_lease_is_refused_says_so_once_and_works_on(

@@ -242,6 +242,27 @@ def test_equal_messages_are_as_many_runs(queue: Queue) -> None:
     assert places(queue) == {"running": [A] * 50}
 
 
+def test_a_claim_reads_no_message_but_the_one_it_takes(
+    queue: Queue, redis_client: redis.Redis
+) -> None:
+    """Else one huge message that waits for its retry would be copied by each claim of another."""
+
+    def reads() -> set[str]:
+        found = {f"cmdstat_{name}" for name in ("zrange", "lindex")}
+        return found & redis_client.info("commandstats").keys()
+
+    queue.command("ZADD", queue.names.retry, "inf", b"7:" + C)
+    push(queue, A, B)
+    redis_client.config_resetstat()
+    assert [claim(queue, prefer=prefer)[1] for prefer in ("retry", "fresh")] == [A, B]
+    assert reads() == {"cmdstat_lindex"}
+    queue.command("ZADD", queue.names.retry, 1, b"7:" + C)
+    push(queue, A)
+    redis_client.config_resetstat()
+    assert claim(queue)[1] == C
+    assert reads() == {"cmdstat_zrange"}
+
+
 STRANGE_FENCES = (
     b"", b"garbage", b"0", b"-5", b"17", b"0x10", b"1.5", b"1e15", b"inf", b"-inf", b"nan", b"-nan",
     b"1e300", b"9007199254740991", b"9007199254740993", b"9223372036854775807", b"9" * 400,
@@ -559,6 +580,20 @@ def test_what_somebody_wrote_into_running_is_taken_over_like_a_run(
     assert reclaim(queue) == [b"none"]
 
 
+# As far as a hand-made entry can be from a date: in the year 10000, and beyond every number.
+ABSURD_STARTS = ("253402300800000", "99999999999999999", "9" * 400, "9" * 5_000)
+
+
+@pytest.mark.parametrize("start", ABSURD_STARTS)
+def test_a_run_that_began_in_the_future_began_now(queue: Queue, start: str) -> None:
+    queue.command("HSET", queue.names.running, 7, f"who {start} {A.decode()}")
+    queue.command("ZADD", queue.names.leases, 1, 7)
+    word, _, now, text, first, owner = reclaim(queue)
+    assert (word, text, first, owner) == (b"run", A, now, b"who")
+    [run] = queue.owned("rescuer")
+    assert run.first_ms == int(now)
+
+
 def test_a_claim_whose_reply_was_lost_is_found_under_its_owner(queue: Queue) -> None:
     push(queue, A, B)
     token, _ = claim(queue, "me")
@@ -801,6 +836,30 @@ def test_a_script_forgotten_in_mid_round_trip_runs_once(queue: Queue, known: str
     assert places(queue) == {"waiting": [C], "running": [B]}
 
 
+# ---- Replies that nobody has read --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [
+    lambda queue: queue.do(queue.done(17)),
+    lambda queue: queue.do(queue.done(17), queue.claim("me", LEASE)),
+    lambda queue: queue.command("PING"),
+], ids=["a step", "two steps", "a command"])  # fmt: skip
+def test_a_reply_that_was_not_read_is_not_taken_for_the_next(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Queue], Any]
+) -> None:
+    """A signal may raise between sending and reading, where the client library does not see it."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    queue.now_ms()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(queue.connection, "read_response", interrupted)
+        ask(queue)
+    assert queue.command("ECHO", "mine") == b"mine"
+    assert queue.do(queue.renew(LEASE)) == [[]]
+
+
 # ---- With a worker -----------------------------------------------------------------------------
 
 
@@ -921,3 +980,22 @@ def test_a_thousand_runs_of_dead_workers_go_on(
     assert worker("--burst", "--lease", 1, "--base", 0.01).wait() == 0
     assert places(queue) == {}
     assert redis_client.hmget(queue.names.stats, "done", "reclaimed", "retried") == [b"1000"] * 3
+
+
+def test_runs_with_absurd_dates_of_their_start_stop_no_worker(
+    queue: Queue,
+    redis_client: redis.Redis,
+    handler: Callable[[str], Path],
+    worker: Callable[..., Process],
+) -> None:
+    """The foreman that takes them over lives, charges each as a failed run, and all run again."""
+    handler("def process(msg):\n    assert msg['attempts'] == 1\n")
+    for token, start in enumerate(ABSURD_STARTS):
+        entry = f'who {start} {{"id": {token}}}'
+        redis_client.hset(queue.names.running, str(token), entry)
+        redis_client.zadd(queue.names.leases, {str(token): 1})
+    started = worker("--burst", "--lease", 1, "--base", 0.01)
+    assert started.wait() == 0, started
+    assert "Traceback" not in started.err
+    assert places(queue) == {}
+    assert redis_client.hget(queue.names.stats, "done") == b"%d" % len(ABSURD_STARTS)

@@ -11,6 +11,7 @@ import pytest
 import redis
 from conftest import Conservation
 from processes import Process, until
+from server import Server
 
 import worker as worker_module
 from worker import Queue, Settings, Watchman, read_settings
@@ -59,7 +60,13 @@ def test_a_jump_over_several_doublings_is_one_warning(
 
 
 @pytest.mark.parametrize(
-    "oldest", [None, "garbage", "{}", '{"failed_at": 7}', '{"failed_at": "yesterday"}']
+    "oldest",
+    [
+        *(None, "garbage", "{}", '{"failed_at": 7}', '{"failed_at": "yesterday"}'),
+        '{"failed_at": "2026-11-30T12:00:00"}',  # where?
+        '{"failed_at": "0001-01-01T00:00:00+23:59"}',
+        '{"failed_at": "9999-12-31T23:59:59-23:59"}',
+    ],
 )
 def test_an_oldest_entry_without_a_date_is_no_reason_to_keep_silent(
     queue: Queue, redis_client: redis.Redis, lines: Callable[[], list[str]], oldest: str | None
@@ -80,6 +87,32 @@ def test_the_age_is_that_of_the_oldest_by_the_clock_of_the_server(
         redis_client.lpush("q:tasks:dlq", json.dumps({"payload": {}, "failed_at": at}))
     watchman().warn(queue, 3)
     assert "the oldest for 2.1 d" in lines()[0]
+
+
+def test_a_date_in_the_future_is_no_negative_age(
+    queue: Queue, redis_client: redis.Redis, lines: Callable[[], list[str]]
+) -> None:
+    for at in (worker_module.iso(queue.now_ms() + 3_600_000), "9998-12-31T23:59:59-23:59"):
+        redis_client.rpush("q:tasks:dlq", json.dumps({"payload": {}, "failed_at": at}))
+        watchman().warn(queue, 1)
+        assert "the oldest for 0 s;" in lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "look"), [("q:tasks", "--list"), ("q:my mail", "--queue 'q:my mail' --list")]
+)
+def test_the_command_that_it_names_can_be_pasted(
+    server: Server,
+    redis_client: redis.Redis,
+    lines: Callable[[], list[str]],
+    name: str,
+    look: str,
+) -> None:
+    """It looks at the queue that the warning is about."""
+    other = Queue(server.url, name)
+    watchman().warn(other, 1)
+    other.close()
+    assert lines()[0].endswith(f"dead letters in {name}:dlq: 1; see python replay.py {look}")
 
 
 def test_a_worker_warns_of_what_it_buried(
@@ -173,6 +206,40 @@ def test_a_letter_that_was_replayed_meanwhile_is_passed_over(queue: Queue) -> No
     man.note((17).to_bytes(8, "little"))
     man.tend(queue)
     assert not man.busy()
+
+
+def pages_read(client: redis.Redis) -> int:
+    stats = client.info("commandstats")
+    return int(stats["cmdstat_lrange"]["calls"]) if "cmdstat_lrange" in stats else 0
+
+
+def test_a_command_that_falls_behind_does_not_keep_the_foreman_from_its_leases(
+    queue: Queue, redis_client: redis.Redis
+) -> None:
+    """One look for one letter at a time; the next as soon as the foreman has done the rest."""
+    man = Watchman(settings("cat"))
+    man.note(b"".join(token.to_bytes(8, "little") for token in range(50)))
+    for left in (49, 48, 47):
+        redis_client.config_resetstat()
+        man.tend(queue)
+        assert (len(man.tokens), man.eager()) == (left, True)
+        assert pages_read(redis_client) == 1
+
+
+def test_a_look_for_a_letter_ends_after_so_many_letters_or_bytes(
+    queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    man = Watchman(settings("cat"))
+    letter = b'{"payload": {}, "token": 17, "x": "%b"}'
+    redis_client.rpush("q:tasks:dlq", *[letter % (b"x" * 1000)] * 200)
+    redis_client.rpush("q:tasks:dlq", b'{"payload": {}, "token": 18, "x": ""}')
+    assert man.find(queue, 18) is not None
+    for limit, most, pages in (("HOOK_BYTES", 50_000, 5), ("HOOK_BACKLOG", 100, 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module, limit, most)
+            redis_client.config_resetstat()
+            assert man.find(queue, 18) is None
+            assert pages_read(redis_client) == pages
 
 
 def test_a_stop_does_not_wait_for_the_command_beyond_the_grace(

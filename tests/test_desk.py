@@ -108,7 +108,8 @@ def test_nothing_out_of_a_letter_commands_the_terminal(
     redis_client.zadd("q:tasks:workers", {f"{HOSTILE}/{HOSTILE}": queue.now_ms() - 90_000})
     redis_client.zadd("q:tasks:retry", {f"1:{json.dumps(payload)}": 1})
     looks = ("--list", "--show --all", "--group", "--check", "--status", "--health",
-             "--list --json", "--status --json", "--show --all --json", "--all --dry-run",
+             "--list --json", "--status --json", "--show --all --json", "--prometheus",
+             "--all --dry-run",
              f"--all --dry-run --set {HOSTILE}={HOSTILE}", "--all")  # fmt: skip
     for look in looks:
         said = desk(server, *look.split(" ", 3))
@@ -139,6 +140,29 @@ def test_what_cannot_be_read_can_be_shown(server: Server, redis_client: redis.Re
     said = desk(server, "--show", "--all")
     assert said.code == 0 and said.out.count("cannot be replayed: ") == 5
     assert "\\udcff junk" in said.out
+
+
+@pytest.mark.parametrize("date", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59"])
+def test_a_date_at_the_end_of_the_calendar_hides_no_group(
+    server: Server, redis_client: redis.Redis, date: str
+) -> None:
+    redis_client.lpush(DLQ, envelope(), envelope(failed_at=date, first_seen_at=date))
+    for look in ("--group", "--group --json", "--list", "--list --json", "--show --all"):
+        said = desk(server, *look.split())
+        assert said.code == 0 and "ValueError" in said.out, look
+    [group] = desk(server, "--group", "--json").out.splitlines()
+    assert json.loads(group)["count"] == 2
+
+
+@pytest.mark.parametrize("depth", [900, 2_000])
+def test_a_payload_is_shown_however_deep_it_is(
+    server: Server, redis_client: redis.Redis, depth: int
+) -> None:
+    """Some Pythons read two thousand levels; those that do not say that they cannot."""
+    payload = '{"a": ' * depth + "{}" + "}" * depth
+    redis_client.lpush(DLQ, envelope(payload))
+    said = desk(server, "--show")
+    assert said.code == 0 and ("a:" in said.out or "cannot be replayed: " in said.out)
 
 
 def test_groups_count_equal_faults_as_one(server: Server, redis_client: redis.Redis) -> None:
@@ -309,6 +333,24 @@ def test_status_shows_every_state(server: Server, busy: int) -> None:
     assert facts["overdue"] == 1 and facts["counters"] == {"done": 10, "dead": 2}
 
 
+@pytest.mark.parametrize("start", ["253402300800000", "9" * 400, "9" * 5_000])
+def test_a_run_with_an_absurd_start_hides_nothing(
+    server: Server, redis_client: redis.Redis, busy: int, start: str
+) -> None:
+    redis_client.hset("q:tasks:running", "42", f"me/3 {start} {{}}")
+    for look in ("--status", "--status --json", "--prometheus", "--health", "--check"):
+        desk(server, *look.split())
+    assert json.loads(desk(server, "--status", "--json").out)["states"]["running"]["count"] == 2
+    assert "me/3" in desk(server, "--status").out
+
+
+def test_the_url_cannot_change_the_protocol(server: Server, busy: int, run: Run) -> None:
+    """RESP 3 has replies of another shape."""
+    process = run("replay.py", "--status", "--json", REDIS_URL=server.url + "&protocol=3")
+    assert process.wait() == 0, process
+    assert json.loads(process.out)["states"]["running"]["count"] == 1
+
+
 def test_watch_goes_on_until_ctrl_c_and_shows_rates(
     run: Run, redis_client: redis.Redis, busy: int
 ) -> None:
@@ -399,6 +441,14 @@ def test_a_page_that_is_not_there_is_not_an_empty_queue(
     for flags in ([], ["--json"]):
         said = desk(server, "--list", "--page", "9", *flags)
         assert said.code == 0 and "there is no page 9" in said.err, said
+
+
+def test_a_page_of_everything_is_that_page(server: Server, redis_client: redis.Redis) -> None:
+    redis_client.lpush(DLQ, *(envelope({"n": n}) for n in range(replay.SHOWN + 3)))
+    for flag in ("--all", "--json"):
+        said = desk(server, "--list", flag, "--page", 2)
+        assert said.code == 0
+        assert len(said.out.splitlines()) == 3 + (flag == "--all")  # the table has a head
 
 
 def test_a_change_that_does_not_fit_the_oldest_is_not_made_to_the_next(

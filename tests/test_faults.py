@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -259,6 +260,25 @@ def test_lost_replies_cost_no_attempt_and_no_second_run(scene: Callable[..., Sce
     # A counter may be one short or over: it never decides a fate.
     assert "reclaimed" not in stage.stats()
     assert "refused" not in process.err
+
+
+def test_a_claim_whose_reply_was_lost_is_given_back_at_a_stop(scene: Callable[..., Scene]) -> None:
+    """It has happened, though the hand has not heard of it: released, and no attempt."""
+    stage = scene()
+    for kind in ("ok", "gate", "ok"):
+        stage.push(kind)
+    with Proxy(stage.server.socket) as proxy:
+        process = stage.worker(REDIS_URL=proxy.url)
+        until(lambda: len(stage.runs()) == 2, saw=lambda: process)
+        proxy.lose_every(1)
+        stage.open_gate()
+        until(lambda: stage.counts() == {"running": 1}, saw=lambda: (stage.counts(), process))
+        until(lambda: stage.stats() == {"done": 2}, saw=stage.stats)
+        process.send_group(signal.SIGTERM)
+        proxy.lose_every(0)
+        assert process.wait() == 0, process
+    assert stage.runs() == {0: 1, 1: 1}
+    assert (stage.counts(), stage.stats()) == ({"waiting": 1}, {"done": 2, "released": 1})
 
 
 def test_forgotten_scripts_are_not_noticed(scene: Callable[..., Scene]) -> None:

@@ -497,6 +497,33 @@ def test_a_handler_that_breaks_while_the_worker_runs_ends_it_too(
     assert "exited with 9" in process.err and "cannot load" in process.err
 
 
+def test_a_handler_that_closes_our_files_and_opens_its_own_gets_none_of_our_words(
+    worker: Callable[..., Process],
+    handler: Callable[[str], Path],
+    conservation: Conservation,
+    qr_dir: Path,
+) -> None:
+    """Its files have our numbers then; each message is settled once, and a new hand goes on."""
+    handler(PRELUDE + """
+files = []
+
+def process(msg):
+    if msg["closes"]:
+        os.closerange(0, 256)
+        files[:] = [open(f"{os.environ['QR_DIR']}/{n}", "w+") for n in range(20)]
+    mark(os.getpid(), msg["closes"])
+    assert msg["returns"]
+""")  # fmt: skip
+    texts = [{"closes": n % 2 == 0, "returns": n < 2, "n": n} for n in range(4)]
+    conservation.push(*map(json.dumps, texts))
+    process = worker("--burst", "--max-attempts", 1)
+    assert process.wait() == 0, process
+    assert len({line.split()[0] for line in marks(qr_dir)}) == 3
+    assert stats(conservation.queue, conservation.client) == {"done": 2, "dead": 2}
+    written = [(qr_dir / str(n)).read_bytes() for n in range(20)]
+    assert not [text for text in written if b"EVALSHA" in text or b"\r\n" in text]
+
+
 def test_another_handler_can_be_named(
     worker: Callable[..., Process], conservation: Conservation, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_python_without_the_package_redis_is_told_so(
     process = run(script, PYTHONPATH=tmp_path)
     assert process.wait() == 2, process
     [line] = process.err.splitlines()
-    assert f"{sys.executable} has no package redis: pip install redis" in line
+    assert line.endswith(" has no package redis: pip install redis")
 
 
 def make(target: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -651,14 +651,27 @@ class Desk:
             complain("nothing was discarded" if n else self.nothing())
             return int(n > 0 or self.partial)
         self.listen()
-        with self.receipt("discarded"), open(path, encoding="ascii") as file:
-            for line in file:
-                if self.stopping:
-                    break
-                raw = unsaved(self.dlq, line)
-                self.count(self.queue.command("LREM", self.dlq, 1 if asked.newest else -1, raw) > 0)
+        part = f"{path}.part"
+        try:
+            with self.receipt("discarded"):
+                write_new(part, self.removed(path))
+            os.replace(part, path)  # what others took meanwhile is not ours to restore
+        finally:
+            with suppress(FileNotFoundError):
+                os.remove(part)
         print(f"--restore {path} takes them back")
         return int(self.partial)
+
+    def removed(self, path: str) -> Iterator[str]:
+        """Removes the letters in a file, and yields the line of each that was still there."""
+        end = 1 if self.asked.newest else -1
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                if self.stopping:
+                    return
+                gone = self.queue.command("LREM", self.dlq, end, unsaved(self.dlq, line))
+                if self.count(gone > 0):
+                    yield line
 
     def do_restore(self) -> int:
         """Puts discarded letters back, at the oldest end; not again those that are there already.

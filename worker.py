@@ -249,16 +249,12 @@ def refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def payload(raw: bytes) -> str:
-    """The text of an envelope's `payload`: the producer's object, or a JSON string of exact bytes.
+def payload(text: str) -> str:
+    """The JSON of an envelope's `payload`: a message's own text, or a JSON string of that text.
 
-    The string form holds what is no strict JSON (NaN), no object or no UTF-8, and what nests so
-    deeply that a reader of the envelope might give up.
+    The string form holds what is no strict JSON (NaN), and what nests so deeply that a reader of
+    the envelope might give up.
     """
-    try:
-        text = Message.parse(raw).text
-    except Undecodable:
-        return json.dumps(raw.decode(errors="surrogateescape"))
     try:
         json.loads("[" * 32 + text + "]" * 32, parse_constant=refuse)
     except (ValueError, RecursionError):
@@ -502,7 +498,7 @@ return 'ok'
 #   →     ok | gone (the envelope is not there any more)
 REPLAY = Script("replay", "dlq waiting stats", """
 local dlq, waiting, stats = unpack(KEYS)
-if redis.call('LINDEX', dlq, -ARGV[4]) ~= ARGV[1] then
+if redis.call('LINDEX', dlq, 0 - ARGV[4]) ~= ARGV[1] then
   local most = ARGV[3] == '-1' and ARGV[4] or 0
   local found = redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3], 'MAXLEN', most)
   if not found then return 'gone' end
@@ -851,8 +847,8 @@ def settle_failure(
     try:
         message = Message.parse(run.raw)
     except Undecodable as error:
-        text = printable(f"Undecodable: {error}")
-        message, failure = Message(""), Failure(text, "undecodable", fatal=True)
+        message = Message(run.raw.decode(errors="surrogateescape"))
+        failure = Failure(printable(f"Undecodable: {error}"), "undecodable", fatal=True)
     attempts = message.attempts + (not failure.fatal)
     seen = message.first_seen_at or iso(run.first_ms)
     dead = failure.fatal or attempts >= policy.max_attempts
@@ -875,7 +871,9 @@ def settle_failure(
         "token": run.token,
     }
     tail = {name: kept[name] for name in KEPT if name in kept}
-    envelope = f'{{"payload": {payload(run.raw)}, {json.dumps(head | tail)[1:]}'
+    exact = failure.reason == "undecodable"  # no object: a string of the exact bytes
+    inner = json.dumps(message.text) if exact else payload(message.text)
+    envelope = f'{{"payload": {inner}, {json.dumps(head | tail)[1:]}'
     step = queue.bury(run.token, envelope.encode())
     return Settlement(run.token, step, f"dead {facts} reason={failure.reason} {about}")
 
@@ -1306,7 +1304,9 @@ class Hand:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True)
             sys.path.insert(0, str(folder))
+            self.guard = IDLE  # an import may take long, and nothing runs yet
             found: Any = importlib.import_module(module)
+            self.guard = None
             for part in function.split("."):
                 found = getattr(found, part)
             signature = inspect.signature(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,8 @@ import pytest
 import redis
 from processes import Process, until
 
-from worker import Message, Queue, Undecodable, payload, revive
+from backoff import Policy
+from worker import BURY, Failure, Message, Queue, Run, Undecodable, revive, settle_failure
 
 DATE = "2026-11-30T12:00:00.123+00:00"
 
@@ -127,8 +129,16 @@ def strict(text: bytes) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+NOWHERE = Queue("redis://127.0.0.1:1/0")  # builds steps; nothing is sent
+
+
 def envelope(raw: bytes) -> bytes:
-    return f'{{"payload": {payload(raw)}, "error": "E: e", "attempts": 5}}'.encode()
+    """The envelope that the worker writes when this message has failed for the last time."""
+    run = Run(1, 1_796_000_000_000, raw, time.monotonic(), 1_796_000_000_000)
+    last = settle_failure(NOWHERE, Policy(max_attempts=1), run, Failure("E: e"), "worker")
+    written = last.step.args[1]
+    assert last.step.script is BURY and isinstance(written, bytes)
+    return written
 
 
 # ---- Splicing and cutting ----------------------------------------------------------------------

@@ -237,6 +237,31 @@ def test_what_is_discarded_can_be_restored_to_the_byte(
     assert redis_client.lrange(DLQ, 0, -1)[::-1] == restored
 
 
+def test_what_others_took_before_the_yes_is_not_restored(
+    server: Server, redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have replayed it; of two twins, the one that was left is restored."""
+    letters = [envelope({"n": n}) for n in range(5)]
+    redis_client.lpush(DLQ, *letters, letters[1])
+
+    class Hesitant:
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            for taken in (letters[1], letters[3]):
+                redis_client.lrem(DLQ, 1, taken)
+            return "6\n"
+
+    monkeypatch.setattr(sys, "stdin", Hesitant())
+    said = desk(server, "--discard", "--all", "--file", tmp_path / "f")
+    assert "discarded 4; 2 had been taken by someone else\n" in said.out
+    assert not redis_client.exists(DLQ)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["f"]
+    assert desk(server, "--restore", tmp_path / "f").out == "restored 4\n"
+    assert sorted(redis_client.lrange(DLQ, 0, -1)) == sorted(set(letters) - {letters[3]})
+
+
 def test_any_bytes_survive_discard_and_restore(
     server: Server, redis_client: redis.Redis, tmp_path: Path
 ) -> None:

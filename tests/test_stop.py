@@ -153,6 +153,17 @@ def test_a_worker_that_waits_for_redis_leaves_at_once(stage: Stage, tmp_path: Pa
     assert len(process.err.splitlines()) == 1
 
 
+def test_a_worker_that_still_imports_its_handler_leaves_at_once(
+    stage: Stage, handler: Callable[[str], Path]
+) -> None:
+    """Nothing runs yet, so there is no grace to be waited for; it would last an hour."""
+    handler(HANDLER + 'mark({"id": 0}, "imports")\nwhile True: time.sleep(0.01)\n')
+    process = stage.worker("--grace", 3600, *LONG)
+    until(lambda: stage.marks("imports"), saw=lambda: process)
+    assert process.stop() == 0, process
+    assert "cannot load" not in process.err
+
+
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing_behind(stage: Stage) -> None:
     """B02: the message is done or waiting, and it never ran twice."""
     seed = random.randrange(10**9)

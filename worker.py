@@ -1735,14 +1735,20 @@ class Foreman:
 
     def sign_off(self) -> None:
         """Settles what the last hands left, as far as Redis lets us, and removes our notes."""
-        try:
-            if not self.fault:
+        fault = ""
+        for _ in range(0 if self.fault else 2):  # the first may be that of an old connection
+            try:
                 while self.orphans:
-                    self.settle(self.orphans.pop())
+                    self.settle(self.orphans[0])
+                    self.orphans.pop(0)
                 self.watchman.warn(self.queue, self.queue.command("LLEN", self.queue.names.dlq))
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
-        except Fault as error:
-            log(f"leaving without Redis ({printable(str(error))}): leases will end by themselves")
+                return
+            except Fault as error:
+                self.queue.close()
+                fault = printable(str(error))
+        if fault:
+            log(f"leaving without Redis ({fault.rstrip('.')}): leases will end by themselves")
 
 
 def is_running(pid: int) -> bool:

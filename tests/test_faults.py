@@ -511,6 +511,19 @@ def test_an_outage_is_two_lines_however_many_hands_wait(scene: Callable[..., Sce
     assert len(process.err.splitlines()) == len(lines(process, START)) + 4
 
 
+def test_a_worker_whose_connections_were_cut_says_goodbye_all_the_same(
+    scene: Callable[..., Scene],
+) -> None:
+    """Its foreman may not have spoken with Redis since the last outage when it is told to stop."""
+    stage = scene()
+    process = stage.worker()
+    until(lambda: stage.client.zcard("q:tasks:workers") > 0, saw=lambda: process)
+    stage.client.client_kill_filter(_type="normal", skipme=True)
+    assert process.stop() == 0
+    assert "leaving without Redis" not in process.err
+    assert stage.client.zcard("q:tasks:workers") == 0
+
+
 def test_a_server_that_closes_idle_connections_keeps_no_run_from_being_taken_over(
     scene: Callable[..., Scene],
 ) -> None:

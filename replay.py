@@ -48,7 +48,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from typing import Any
@@ -65,10 +64,10 @@ from worker import (
     Queue,
     Undecodable,
     count,
+    date_ms,
     explain,
     fill_standard_files,
     host_name,
-    is_date,
     iso,
     key_name,
     load,
@@ -155,13 +154,6 @@ def complain(text: str) -> None:
 
 
 # ── Letters ───────────────────────────────────────────────────────────────────────────────────
-
-
-def date_ms(text: object) -> float | None:
-    """ISO 8601 as ms since 1970; None if it is no date of ours."""
-    if not is_date(text):
-        return None
-    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp() * 1000
 
 
 def ago(now_ms: float, at_ms: float | None) -> float | None:

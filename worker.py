@@ -166,13 +166,19 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= COUNT
 
 
-def is_date(value: object) -> bool:
+def date_ms(value: object) -> float | None:
+    """A date as we write it (ISO 8601) in ms since 1970; None if it is none, or absurd."""
     try:
         if isinstance(value, str) and DATE.fullmatch(value):
-            return 1970 <= datetime.fromisoformat(value.replace("Z", "+00:00")).year < 9999
+            date = datetime.fromisoformat(value.replace("Z", "+00:00"))
+            return date.timestamp() * 1000 if 1970 <= date.year < 9999 else None
     except ValueError:  # the thirteenth month
         pass
-    return False
+    return None
+
+
+def is_date(value: object) -> bool:
+    return date_ms(value) is not None
 
 
 def is_kept(value: object) -> bool:
@@ -576,6 +582,10 @@ def passing(error: Exception) -> bool:
     if isinstance(error, redis.AuthenticationError):  # redis-py counts it as a connection error
         return False
     return isinstance(error, PASSING) or PASSING_CODES.search(str(error)) is not None
+
+
+def fault_text(error: Exception) -> str:
+    return printable(str(error)).rstrip(".") or type(error).__name__
 
 
 class Step(NamedTuple):
@@ -1211,7 +1221,7 @@ class Hand:
                     raise Repair(explain(self.queue, error))
                 self.queue.close()
                 if tries:  # the first is a hiccup
-                    self.slot.note = printable(str(error)) or type(error).__name__
+                    self.slot.note = fault_text(error)
                     self.nap(draw(tries, RECONNECT_BASE, RECONNECT_CAP), HELD if held else IDLE)
                 tries += 1
             try:
@@ -1665,7 +1675,7 @@ class Foreman:
         wait = draw(self.faults, RECONNECT_BASE, RECONNECT_CAP) if self.faults else 0.0
         self.next_beat = time.monotonic() + wait
         if passing(error):
-            self.fault = (printable(str(error)) or type(error).__name__) if self.faults else ""
+            self.fault = fault_text(error) if self.faults else ""
             self.faults += 1
         else:
             if not self.stopped_at:
@@ -1727,8 +1737,8 @@ class Foreman:
         fault = next(filter(None, [self.fault, *notes]), "")
         if fault and not self.outage:
             self.outage = time.monotonic()
-            where, why = self.queue.place(), fault.rstrip(".")
-            log(f"Redis at {where} does not answer ({why}); trying until it does, nothing is lost")
+            what = f"Redis at {self.queue.place()} does not answer ({fault})"
+            log(f"{what}; trying until it does, nothing is lost")
         elif not fault and self.outage:
             log(f"Redis answers again, after {time.monotonic() - self.outage:.1f} s")
             self.outage = 0.0
@@ -1746,9 +1756,9 @@ class Foreman:
                 return
             except Fault as error:
                 self.queue.close()
-                fault = printable(str(error))
+                fault = fault_text(error)
         if fault:
-            log(f"leaving without Redis ({fault.rstrip('.')}): leases will end by themselves")
+            log(f"leaving without Redis ({fault}): leases will end by themselves")
 
 
 def is_running(pid: int) -> bool:
@@ -1808,10 +1818,9 @@ class Watchman:
             self.alert_at *= 2
         age, oldest = "", queue.command("LINDEX", queue.names.dlq, -1)
         with suppress(Undecodable):  # an entry made by hand
-            failed_at: Any = load(oldest or b"").get("failed_at")
-            if is_date(failed_at):
-                failed = datetime.fromisoformat(failed_at.replace("Z", "+00:00")).timestamp()
-                age = f", the oldest for {span(max(0.0, queue.now_ms() / 1000 - failed))}"
+            failed = date_ms(load(oldest or b"").get("failed_at"))
+            if failed is not None:
+                age = f", the oldest for {span(max(0.0, queue.now_ms() - failed) / 1000)}"
         name = queue.names.waiting
         where = "" if name == "q:tasks" else f"--queue {shlex.quote(name)} "
         look = f"see python replay.py {where}--list"

@@ -47,9 +47,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 try:
@@ -59,8 +58,10 @@ except ModuleNotFoundError:
     sys.exit(2)
 
 from worker import (
+    OPTIONS,
     RESERVED,
     Message,
+    Option,
     Queue,
     Undecodable,
     count,
@@ -69,16 +70,16 @@ from worker import (
     fill_standard_files,
     host_name,
     iso,
-    key_name,
     load,
     members,
     passing,
     printable,
-    redis_url,
     refuse,
+    refuse_dashes,
     revive,
     seconds,
-    span,
+    unknown_variables,
+    values_of,
 )
 
 PAGE = 500  # dead letters read at a time at most; fewer if they are large
@@ -117,6 +118,14 @@ def json_line(value: object) -> str:
 
 def since(seconds: float | None) -> str:
     return "-" if seconds is None else span(max(0.0, seconds))
+
+
+def span(seconds: float) -> str:
+    """A duration for people: 45 s, 12 min, 3.5 h, 2.0 d."""
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds // 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
@@ -568,13 +577,15 @@ class Desk:
         text = revive(letter.raw)
         if self.asked.set:
             message = Message.parse(text)
-            body = message.text
+            body = message.own.decode()
             for path, value in self.asked.set:
                 body, before = put(body, path, value)
                 name = f"{letter.id}  {plain('.'.join(path))}: "
                 print(paint(f"- {name}{plain(before)}", RED))
                 print(paint(f"+ {name}{plain(value)}", GREEN))
-            text = replace(message, text=body).encode()
+            changed = Message.parse(body.encode())
+            facts = (message.attempts, message.first_seen_at, message.kept)
+            return changed.noted(*facts).of(changed.raw)
         return text
 
     def move(self, letter: Letter, text: bytes) -> bool:
@@ -760,7 +771,7 @@ def portrait(letter: Letter) -> Iterator[str]:
     yield from (f"  {printable(name, 30):16}  {plain(value)}" for name, value in rows.items())
     yield "  payload"
     try:
-        text = Message.parse(revive(letter.raw)).text
+        text = Message.parse(revive(letter.raw)).own.decode()
         yield from (printable(line, whole) for line in outline(text, "    "))
     except ValueError:
         yield f"    {plain(facts.get('payload'), whole)}"
@@ -793,7 +804,7 @@ def peek(raw: bytes | None) -> Message:
     try:
         return Message.parse(raw or b"")
     except Undecodable:
-        return Message("")
+        return Message(b"", 0, 0, None, {})
 
 
 def pairs(flat: list[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -808,12 +819,14 @@ def survey(queue: Queue) -> dict[str, Any]:
     """
     ask, names, now = queue.command, queue.names, queue.now_ms()
     running: list[dict[str, Any]] = []
-    for token, entry in islice(chain.from_iterable(queue.pages()), 1000):
-        owner, start, text = [*entry.split(b" ", 2), b"", b""][:3]
-        age = ago(now, int(start)) if start.isdigit() and len(start) < 15 else None
-        run = {"token": token.decode(errors="replace"), "for": age, "kind": peek(text).kind}
-        running.append(run | {"owner": owner.decode(errors="replace")})
+    leases = ask("ZRANGE", names.leases, 0, 999)
+    for lease in leases:
+        token, _, owner = lease.decode(errors="replace").rpartition(" ")
+        age = ago(now, int(token) / 1000) if token.isdigit() and len(token) < 18 else None
+        running.append({"token": token, "for": age, "kind": None, "owner": owner})
     running.sort(key=lambda run: -(run["for"] or 0.0))
+    for run in running[:SHOWN]:
+        run["kind"] = peek(ask("HGET", names.running, run["token"])).kind
     due, seen = [], []
     for member, score in pairs(ask("ZRANGE", names.retry, 0, SHOWN - 1, "WITHSCORES")):
         message = peek(member.partition(":")[2].encode())
@@ -929,36 +942,53 @@ DOES = {
     "check": "a probe in the format of Nagios plug-ins",
 }
 LOOK, ANY = "list show group", "replay list show group discard"
-USUAL = {"redis": "redis://127.0.0.1:6379/0", "queue": "q:tasks"}
-OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
-    # name, what it takes, its parser, what it goes with, help
-    ("kind", "KIND", partial(equal, lambda x: x.body.get("kind")), ANY, "of this kind"),
-    ("reason", "WORD", reason, ANY, ", ".join(REASONS)),
-    ("error", "TEXT", error, ANY, "with TEXT in the error, or matching a /regular expression/"),
-    ("older", "AGE", partial(aged, operator.ge), ANY, "dead for so long or longer"),
-    ("newer", "AGE", partial(aged, operator.lt), ANY, "dead for less"),
-    ("where", "FIELD=VALUE", where, ANY, "with this in the payload, such as user.id=42"),
-    ("all", "", bool, ANY, "every one that is there at the start"),
-    ("limit", "N", count, ANY, "at most N"),
-    ("newest", "", bool, ANY, "the newest first, as looking does"),
-    ("oldest", "", bool, ANY, "the oldest first, as replay and --discard do"),
-    ("dry-run", "", bool, "replay discard", "only say what would be done"),
-    ("rate", "N", count, "replay", "not more than N a second"),
-    ("set", "FIELD=VALUE", change, "replay", "change the payload; VALUE is JSON, else text"),
-    ("yes", "", bool, "discard", "do not ask"),
-    ("file", "FILE", words, "discard", "where to write to (default discarded-TIME-PID.jsonl)"),
-    ("json", "", bool, LOOK + " status", "one JSON object per line"),
-    ("page", "N", count, "list", "which page of the table (default 1)"),
-    ("watch", "SECONDS", seconds, "status", "again and again until Ctrl-C (default every 2 s)"),
-    ("here", "", bool, "health", "only the workers of this machine: for a liveness probe"),
-    ("stale", "SECONDS", seconds, "health", f"what standing still is (default {STALE:g} s)"),
-    ("warn-depth", "N", count, "check", f"so many letters are a warning (default {DEPTH[0]})"),
-    ("crit-depth", "N", count, "check", f"so many are critical (default {DEPTH[1]})"),
-    ("warn-age", "AGE", age, "check", "an oldest letter of this age is a warning"),
-    ("crit-age", "AGE", age, "check", "an oldest letter of this age is critical"),
-    ("redis", "REDIS_URL", redis_url, "", f"(default {USUAL['redis']})"),
-    ("queue", "QR_QUEUE", key_name, "", f"(default {USUAL['queue']})"),
+CHOICES = (
+    Option(
+        "kind", "KIND", partial(equal, lambda x: x.body.get("kind")),
+        "of this kind", beside=ANY),
+    Option("reason", "WORD", reason, ", ".join(REASONS), beside=ANY),
+    Option(
+        "error", "TEXT", error,
+        "with TEXT in the error, or matching a /regular expression/", beside=ANY),
+    Option("older", "AGE", partial(aged, operator.ge), "dead for so long or longer", beside=ANY),
+    Option("newer", "AGE", partial(aged, operator.lt), "dead for less", beside=ANY),
+    Option(
+        "where", "FIELD=VALUE", where,
+        "with this in the payload, such as user.id=42", beside=ANY),
+    Option("all", "", bool, "every one that is there at the start", beside=ANY),
+    Option("limit", "N", count, "at most N", beside=ANY),
+    Option("newest", "", bool, "the newest first, as looking does", beside=ANY),
+    Option("oldest", "", bool, "the oldest first, as replay and --discard do", beside=ANY),
+    Option("dry-run", "", bool, "only say what would be done", beside="replay discard"),
+    Option("rate", "N", count, "not more than N a second", beside="replay"),
+    Option(
+        "set", "FIELD=VALUE", change,
+        "change the payload; VALUE is JSON, else text", beside="replay"),
+    Option("yes", "", bool, "do not ask", beside="discard"),
+    Option(
+        "file", "FILE", words,
+        "where to write to (default discarded-TIME-PID.jsonl)", beside="discard"),
+    Option("json", "", bool, "one JSON object per line", beside=LOOK + " status"),
+    Option("page", "N", count, "which page of the table (default 1)", beside="list"),
+    Option(
+        "watch", "SECONDS", seconds,
+        "again and again until Ctrl-C (default every 2 s)", beside="status"),
+    Option(
+        "here", "", bool,
+        "only the workers of this machine: for a liveness probe", beside="health"),
+    Option(
+        "stale", "SECONDS", seconds,
+        f"what standing still is (default {STALE:g} s)", beside="health"),
+    Option(
+        "warn-depth", "N", count,
+        f"so many letters are a warning (default {DEPTH[0]})", beside="check"),
+    Option("crit-depth", "N", count, f"so many are critical (default {DEPTH[1]})", beside="check"),
+    Option("warn-age", "AGE", age, "an oldest letter of this age is a warning", beside="check"),
+    Option("crit-age", "AGE", age, "an oldest letter of this age is critical", beside="check"),
+    OPTIONS["redis"],
+    OPTIONS["queue"],
 )  # fmt: skip
+ID = Option("id", "ID", letter_id, "this one; the beginning of an id will do", beside=ANY)
 CONDITIONS = ("kind", "reason", "error", "older", "newer", "where")
 EPILOG = """\
 examples:
@@ -995,36 +1025,33 @@ def command_line() -> argparse.ArgumentParser:
         takes = {"metavar": "FILE"} if name == "restore" else {"action": "store_true"}
         does.add_argument(f"--{name}", help=text, **takes)  # type: ignore[arg-type]
     which, others = map(parser.add_argument_group, ("which letters", "how"))
-    ids = "this one; the beginning of an id will do"
-    which.add_argument("id", metavar="ID", nargs="*", help=ids)
-    for name, metavar, _, beside, text in OPTIONS:
-        how: dict[str, Any] = {"action": "append", "metavar": metavar, "default": []}
-        how |= {"nargs": "?", "const": "2"} if name == "watch" else {}
-        how = how if metavar else {"action": "store_true"}
-        (which if beside == ANY else others).add_argument(f"--{name}", help=text, **how)
+    which.add_argument("id", metavar="ID", nargs="*", help=ID.help)
+    for option in CHOICES:
+        how: dict[str, Any] = {"action": "append", "metavar": option.metavar, "default": []}
+        how |= {"nargs": "?", "const": "2"} if option.name == "watch" else {}
+        how = how if option.metavar else {"action": "store_true"}
+        text = option.help + (f" (default {option.default})" if option.default else "")
+        group = which if option.beside == ANY else others
+        group.add_argument(f"--{option.name}", help=text, **how)
     return parser
 
 
 def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     """What to do, and how. Exits with code 2 for what makes no sense."""
     parser = command_line()
+    refuse_dashes(parser, argv)
     asked = parser.parse_intermixed_args(argv)
     action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
-    for name, metavar, parse, beside, _ in (("id", "ID", letter_id, ANY, ""), *OPTIONS):
-        key, source, values = name.replace("-", "_"), f"--{name}" if name != "id" else "ID", []
-        if (typed := getattr(asked, key)) and beside and action not in beside.split():
-            parser.error(f"{source} goes with {beside}, not with {action}")
-        if not metavar:
+    for option in (ID, *CHOICES):
+        key = option.name.replace("-", "_")
+        typed = getattr(asked, key)
+        if typed and option.beside and action not in option.beside.split():
+            source = "ID" if option is ID else f"--{option.name}"
+            parser.error(f"{source} goes with {option.beside}, not with {action}")
+        if not option.metavar:
             continue
-        if name in USUAL and not typed:
-            source, typed = metavar, [os.environ.get(metavar, USUAL[name])]
-        for text in typed:
-            try:
-                values.append(parse(text))
-            except ValueError as error:
-                shown = "" if name == "redis" else f" {printable(repr(text), 60)}"
-                parser.error(f"{source}{shown}: {error}")
-        many = name in (*CONDITIONS, "id", "set")
+        values = values_of(parser, option, typed)
+        many = option.name in (*CONDITIONS, "id", "set")
         setattr(asked, key, values if many else values[-1] if values else None)
     asked.conditions = [fits for name in CONDITIONS for fits in getattr(asked, name)]
     if asked.newest and asked.oldest:
@@ -1051,6 +1078,8 @@ def main(argv: list[str] | None = None) -> int:
         action, asked = read_command(argv)
     except SystemExit as error:
         return trouble if error.code else 0
+    if warning := unknown_variables():
+        complain(warning)
     queue, text = Queue(asked.redis, asked.queue), ""
     try:
         code: int = getattr(Desk(queue, asked), f"do_{action}")()

@@ -27,6 +27,8 @@ from typing import Any
 
 from backoff import PermanentError
 
+EXAMPLE = True  # the worker warns at start that this does no real work; not so in yours
+
 
 class Busy(Exception):
     """The other side asks for time. Any exception with `retry_after` (seconds) is obeyed."""

@@ -4,18 +4,18 @@ The life of a message; the place is the state:
 
               LPUSH                claim                     done
  producer ───────────▶ waiting ───────────▶ running ─────────────────────▶ (gone, counted)
-                          ▲                   │ │ │
-                          │  due              │ │ └─ spent, permanent or undecodable ─▶ dead
-                          └──── retrying ◀────┘ │                                        │
-                          ▲        failed       │ released (shutdown): not an attempt    │
-                          ├─────────────────────┘                                        │
-                          └──────────────────────── replay (by hand) ◀───────────────────┘
+                          ▲                   │  │
+                          │  due              │  └─ spent, permanent or undecodable ─▶ dead
+                          └──── retrying ◀────┘                                         │
+                          ▲        retry: failed; fall: nobody will settle it           │
+                          └──────────────────────── replay (by hand) ◀──────────────────┘
 
   waiting    q:tasks           list    message text; producers push left, workers take right
              q:tasks:next      list    the same, doorbell rung: owned by nobody, taken first
-  running    q:tasks:running   hash    fencing token → owner, start (ms), message text
-             q:tasks:leases    zset    fencing token → lease deadline (ms)
+  running    q:tasks:running   hash    fencing token → message text
+             q:tasks:leases    zset    "token owner" → lease deadline (ms)
   retrying   q:tasks:retry     zset    token:message text → due time (ms)
+             q:tasks:notes     hash    token → a line for each run that nobody settled
   dead       q:tasks:dlq       list    envelope; newest left, oldest right
   done       q:tasks:stats     hash    counters
              q:tasks:fence     string  the last fencing token
@@ -25,18 +25,28 @@ The promise: from the moment Redis has accepted the LPUSH, a message is in exact
 waiting, running, retrying and dead, whoever is killed and when. It runs at least once; it is not
 promised that it runs only once, nor in which order failed messages run again.
 
-The worker is a foreman that forks hands. A hand is this loop:
+Where each rule lives:
 
-  1. settle the last message and claim the next one, in one round trip;
-  2. nothing there: sleep in Redis (BLMOVE) until a message comes or a retry is due;
-  3. run `process(msg)`;
-  4. returned: done. Raised: retry after backoff, or bury in the dead letter queue.
+  nothing is lost                  every script of the QUEUE: check, then add, then remove
+  a late worker is refused         "stale" in DONE, RETRY, BURY, CHECKPOINT; RENEW's refusals
+  whose turn it is                 CLAIM: the lowest bit of the token decides, retry or fresh
+  the producer's bytes are sacred  Message.parse, Splice; in Redis: string.sub in RETRY and BURY
+  the wait before a retry          conclude → Policy.wait → backoff.draw
+  dead after five                  conclude: attempts >= policy.max_attempts
+  the dead letter is written       envelope, BURY; by a script that needs no reader: BURY_UNREAD
+  a run that nobody settled        FALL leaves a note; Hand.charge reads it before anything else
+  whose fault a fault is           WHOSE, whose, Hand.insist
+  a lease is renewed               Foreman.renew; a run taken over is interrupted: Foreman.lost
+  the time limit                   Hand.on_alarm (soft), Foreman.watch (hard)
+  SIGTERM                          Foreman.stop, Foreman.hurry; Hand.on_stop
 
-The foreman renews its hands' leases, ends a hand that is past its time limit, charges the message
-of a hand that died, and takes over runs whose lease has expired, whoever they belonged to.
+The exercise's steps: 1, the while loop: Hand.main. 2, back with its count: conclude
+(`attempts + 1`), RETRY, announce. 3, 4, 5: backoff.py. 6, after five failures: conclude
+(`max_attempts`), BURY. 7, the envelope: envelope. 8: replay.py, REPLAY.
 
-SIGTERM, SIGINT: finish the running messages, then exit 0. A second one: now. Exit codes: 0 stopped
-or drained, 1 a bug, 2 a setting or Redis needs a person, 3 the handler cannot be loaded.
+Signals: SIGTERM, SIGINT, SIGQUIT, SIGHUP: finish the running messages, then exit 0; a second one:
+now. SIGUSR1, SIGUSR2, SIGALRM: ignored. Exit codes: 0 stopped or drained, 1 a bug, 2 a setting or
+Redis needs a person, 3 the handler cannot be loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +57,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import argparse
-import asyncio
+import gc
 import hashlib
 import importlib
 import inspect
@@ -61,63 +71,46 @@ import select
 import shlex
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from backoff import Policy, ceiling, draw, leaves  # refuses a Python that is too old
 
 try:
     import redis
-except ModuleNotFoundError:
-    sys.stderr.write(f"worker: {sys.executable} has no package redis: pip install redis\n")
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    CLIENT = tuple(int(part) for part in re.findall(r"\d+", redis.__version__)[:3])
+    if CLIENT < (4, 3, 4):
+        raise ImportError(f"redis-py 4.3.4 or newer is needed, this is {redis.__version__}")
+except ImportError as error:
+    sys.stderr.write(
+        f"worker: {sys.executable}: {error}. Get it: pip install -U redis, in a virtual "
+        "environment where the system's Python refuses that (python3 -m venv .venv)\n"
+    )
     sys.exit(2)
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from backoff import Policy, ceiling, draw
+if TYPE_CHECKING:
+    import asyncio
 
-# ── Names ─────────────────────────────────────────────────────────────────────────────────────
-# Every key derives from the queue's name, here and nowhere else. A name in braces, `{q:tasks}`,
-# puts them all in one slot of a Redis Cluster.
-
-TYPES = {
-    "waiting": "list", "next": "list", "running": "hash", "leases": "zset", "retry": "zset",
-    "dlq": "list", "stats": "hash", "fence": "string", "workers": "zset",
-}  # fmt: skip
-
-
-class Names:
-    """The keys of one queue, by role: `names.waiting` is "q:tasks", `names.dlq` "q:tasks:dlq"."""
-
-    def __init__(self, queue: str = "q:tasks") -> None:
-        self.waiting = queue
-        self.next = queue + ":next"
-        self.running = queue + ":running"
-        self.leases = queue + ":leases"
-        self.retry = queue + ":retry"
-        self.dlq = queue + ":dlq"
-        self.stats = queue + ":stats"
-        self.fence = queue + ":fence"
-        self.workers = queue + ":workers"
-        self.probe = queue + ":probe"
-
-
-# ── Message text ──────────────────────────────────────────────────────────────────────────────
+# ══ TEXT ══════════════════════════════════════════════════════════════════════════════════════
 # The producer's bytes are sacred: parsing is for reading, the text is what travels. Ours is three
 # members, spliced onto the end of the object and cut out again, never re-encoded with the rest.
 
 HISTORY = 50  # failed runs remembered with a message, the newest
 ERROR = 500  # characters of an error kept
 COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can hold
-KEPT = ("stage", "history", "replays", "earlier_attempts")  # what `_retry` may hold
+COUNTS = ("released", "replays", "earlier_attempts")
+KEPT = ("stage", "history", *COUNTS)  # what `_retry` may hold
 DECODER = json.JSONDecoder()
 BLANK = re.compile(r"[ \t\n\r]*")
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
@@ -128,7 +121,7 @@ class Undecodable(ValueError):
 
 
 def load(raw: bytes) -> dict[str, Any]:
-    """Parses a message. Raises Undecodable, and nothing else, whatever the bytes are."""
+    """Parses a message. Raises Undecodable (or MemoryError), whatever the bytes are."""
     try:
         body = DECODER.decode(raw.decode())
     except (ValueError, RecursionError) as error:  # RecursionError: 100,000 brackets
@@ -192,80 +185,164 @@ def is_kept(value: object) -> bool:
         and value.keys() <= set(KEPT)
         and isinstance(history := value.get("history", []), list)
         and all(isinstance(entry, dict) for entry in history)
-        and is_count(value.get("replays", 0))
-        and is_count(value.get("earlier_attempts", 0))
+        and all(is_count(value.get(name, 0)) for name in COUNTS)
     )
 
 
 RESERVED = {"attempts": is_count, "first_seen_at": is_date, "_retry": is_kept}
+END = 2**53  # as the `tail` of a splice: past the end of every text
+
+
+class Splice(NamedTuple):
+    """A new text made of an old one: before + old[:head] + middle + old[tail:] + after, in bytes.
+
+    Redis has the old text already; so a settlement sends this, and the script joins it.
+    """
+
+    before: bytes = b""
+    head: int = 0
+    middle: bytes = b""
+    tail: int = END
+    after: bytes = b""
+
+    def of(self, old: bytes) -> bytes:
+        """The new text, joined here: what Redis makes of it, byte for byte."""
+        return b"".join([self.before, old[: self.head], self.middle, old[self.tail :], self.after])
+
+    def args(self) -> tuple[bytes | int, ...]:
+        """As ARGV: Lua counts from 1."""
+        return (self.before, self.head, self.middle, self.tail + 1, self.after)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message taken apart: the producer's own `text`, and what we keep beside it.
+    """A message taken apart: the producer's own text is raw[:head] + raw[tail:], ours between.
 
     `attempts` counts failed runs, `first_seen_at` is ISO 8601, `kept` holds `history` (a list of
-    {at, error, wait}), `stage`, `replays` and `earlier_attempts` (failed runs before the last
-    replay), each only if there is any. `kind` is the producer's, for people to read.
+    {at, error, wait}), `stage`, `released` (runs that a stop broke off), `replays` and
+    `earlier_attempts` (failed runs before the last replay), each only if there is any. `kind` is
+    the producer's, for people to read. `strewn`: our names stood among the producer's, so `raw`
+    is the text without them, and not what Redis has.
     """
 
-    text: str
-    attempts: int = 0
-    first_seen_at: str | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
-    kind: object = None
+    raw: bytes
+    head: int
+    tail: int
+    kind: object
+    ours: dict[str, Any]
+    strewn: bool = False
 
     @classmethod
-    def parse(cls, raw: bytes) -> Message:
-        """Cuts our members out of the text. Raises Undecodable.
+    def parse(cls, raw: bytes, body: dict[str, Any] | None = None) -> Message:
+        """Finds our members in the text; `body` is what `load` made of it. Raises Undecodable.
 
         A reserved name whose value is not of our type is the producer's: it stays in the text.
         """
-        ours: dict[str, Any] = {}
-        body, text = load(raw), raw.decode()
-        if not RESERVED.keys().isdisjoint(body):
-            head, found, tail = members(text)
-            spans = []
-            for name, value, _, span in found:
-                if name in RESERVED and RESERVED[name](value):
-                    ours[name] = value
-                else:
-                    spans.append(span)
-            rest = ",".join(spans)
-            if len(spans) < len(found) and (not spans or spans[0] is not found[0][3]):
-                first = found[0][3]  # cut from the front: the white space there stays
-                rest = first[: len(first) - len(first.lstrip())] + rest.lstrip()
-            text = head + rest + tail
-        kept, seen = dict(ours.get("_retry", {})), ours.get("first_seen_at")
-        return cls(text, ours.get("attempts", 0), seen, kept, body.get("kind"))
+        body = load(raw) if body is None else body
+        end, kind = raw.rindex(b"}"), body.get("kind")
+        names = [name for name, ok in RESERVED.items() if name in body and ok(body[name])]
+        if not names:
+            return cls(raw, end, end, kind, {})
+        start, ours = written(raw)
+        if start and ours.keys() == set(names):
+            return cls(raw, start, end, kind, ours)
+        text, ours = taken_apart(raw.decode())
+        own = text.encode()
+        head = own.rindex(b"}")
+        if raw.startswith(own[:head]) and own[head:] == raw[end:]:
+            return cls(raw, head, end, kind, ours)
+        return cls(own, head, head, kind, ours, strewn=True)
 
-    def encode(self) -> bytes:
-        """Splices our members onto the end of the text."""
-        ours: dict[str, Any] = {"attempts": self.attempts}
-        if self.first_seen_at is not None:
-            ours["first_seen_at"] = self.first_seen_at
-        if self.kept:
-            ours["_retry"] = self.kept
-        end = self.text.rindex("}")
-        comma = "" if self.text[:end].rstrip().endswith("{") else ", "
-        return f"{self.text[:end]}{comma}{json.dumps(ours)[1:-1]}{self.text[end:]}".encode()
+    @property
+    def attempts(self) -> int:
+        return int(self.ours.get("attempts", 0))
+
+    @property
+    def first_seen_at(self) -> str | None:
+        return self.ours.get("first_seen_at")
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return dict(self.ours.get("_retry", {}))
+
+    @property
+    def own(self) -> bytes:
+        """The producer's own text."""
+        return self.raw[: self.head] + self.raw[self.tail :]
+
+    def noted(self, attempts: int, first_seen_at: str | None, kept: dict[str, Any]) -> Splice:
+        """The text with these facts at the end of the object."""
+        facts: dict[str, Any] = {"attempts": attempts}
+        if first_seen_at is not None:
+            facts["first_seen_at"] = first_seen_at
+        if kept:
+            facts["_retry"] = kept
+        last = self.head
+        while self.raw[last - 1] in b" \t\r\n":
+            last -= 1
+        comma = "" if self.raw[last - 1 : last] == b"{" else ", "
+        return self.spliced(b"", f"{comma}{json.dumps(facts)[1:-1]}".encode(), b"")
+
+    def spliced(self, before: bytes, middle: bytes, after: bytes) -> Splice:
+        """The producer's text with something around and in it, by range where Redis has it."""
+        if self.strewn:
+            return Splice(before + self.raw[: self.head] + middle + self.raw[self.tail :] + after)
+        return Splice(before, self.head, middle, self.tail, after)
+
+
+def written(raw: bytes) -> tuple[int, dict[str, Any]]:
+    """Where our members begin, and what they are, if they end the text as we write them; else 0.
+
+    What an object without its beginning parses to, up to the very end, lies at its top level.
+    """
+    at = raw.rfind(b'"attempts": ')
+    start = at - 2 if raw[at - 2 : at] == b", " else at
+    if at <= 0 or raw[start - 1 : start] == b"," or raw.count(b'"attempts"') > 1:
+        return 0, {}
+    try:
+        return start, json.loads(b"{" + raw[at:])
+    except (ValueError, RecursionError):
+        return 0, {}
+
+
+def taken_apart(text: str) -> tuple[str, dict[str, Any]]:
+    """The text of an object without the members that are ours; and what these say."""
+    head, found, tail = members(text)
+    spans, ours = [], {}
+    for name, value, _, span in found:
+        if name in RESERVED and RESERVED[name](value):
+            ours[name] = value
+        else:
+            spans.append(span)
+    rest = ",".join(spans)
+    if len(spans) < len(found) and (not spans or spans[0] is not found[0][3]):
+        first = found[0][3]  # cut from the front: the white space there stays
+        rest = first[: len(first) - len(first.lstrip())] + rest.lstrip()
+    return head + rest + tail, ours
 
 
 def refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def payload(text: str) -> str:
-    """The JSON of an envelope's `payload`: a message's own text, or a JSON string of that text.
+def is_strict(raw: bytes) -> bool:
+    """Tells whether a text that `load` accepts is strict JSON that no reader chokes on.
 
-    The string form holds what is no strict JSON (NaN), and what nests so deeply that a reader of
-    the envelope might give up.
+    NaN is none, and what nests very deeply may be too much for the reader of an envelope. Most
+    texts are seen to be neither without being parsed once more.
     """
+    if raw.count(b"[") + raw.count(b"{") < 500 and not (b"NaN" in raw or b"Infinity" in raw):
+        return True
     try:
-        json.loads("[" * 32 + text + "]" * 32, parse_constant=refuse)
+        json.loads(b"[" * 32 + raw + b"]" * 32, parse_constant=refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text)
-    return text
+        return False
+    return True
+
+
+def quoted(raw: bytes) -> bytes:
+    """The bytes as a JSON string, from which `surrogateescape` makes the same bytes again."""
+    return json.dumps(raw.decode(errors="surrogateescape")).encode()
 
 
 def revive(envelope: bytes) -> bytes:
@@ -292,11 +369,11 @@ def revive(envelope: bytes) -> bytes:
         return raw
     kept = {name: facts[name] for name in KEPT if name in facts}
     kept = message.kept | (kept if is_kept(kept) else {})
-    attempts = facts.get("attempts") if is_count(facts.get("attempts")) else 0
-    earlier, replays = kept.get("earlier_attempts", 0) + attempts, kept.get("replays", 0) + 1
-    kept |= {"replays": min(replays, COUNT), "earlier_attempts": min(earlier, COUNT)}
+    attempts = facts["attempts"] if is_count(facts.get("attempts")) else 0
+    kept["replays"] = min(kept.get("replays", 0) + 1, COUNT)
+    kept["earlier_attempts"] = min(kept.get("earlier_attempts", 0) + attempts, COUNT)
     seen = facts.get("first_seen_at")
-    return Message(message.text, 0, seen if is_date(seen) else message.first_seen_at, kept).encode()
+    return message.noted(0, seen if is_date(seen) else message.first_seen_at, kept).of(message.raw)
 
 
 def iso(ms: float) -> str:
@@ -312,14 +389,48 @@ def printable(text: str, limit: int = ERROR) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
-# ── Transitions ───────────────────────────────────────────────────────────────────────────────
+def word(value: object) -> str:
+    """A value as one word of a log line: bare if it is simple, else quoted."""
+    if value is None:
+        return "-"
+    text = printable(str(value), 40)
+    return text if re.fullmatch(r"[\w.:/-]+", text) else json.dumps(text, ensure_ascii=False)
+
+
+# ══ QUEUE ═════════════════════════════════════════════════════════════════════════════════════
 # One transition is one script is one method of Queue. Rules: check, then add, then remove (Redis
 # does not roll back: a refused write must leave a duplicate, never a hole); the token is the
 # identity, never the text; the server's clock is the only clock; Lua never reads or builds JSON;
-# a counter never decides a fate (pcall).
+# what the producer wrote never travels back; a counter never decides a fate (pcall).
 #
-# Every script begins with a removal that removes nothing. Redis asks for free memory only before
-# the first write of a script, and a removal needs none: so a full Redis can still drain.
+# Redis asks for free memory only before the first write of a script, and a removal needs none. So
+# a script that adds begins with a removal that removes nothing: a full Redis can still drain.
+
+TYPES = {
+    "waiting": "list", "next": "list", "running": "hash", "leases": "zset", "retry": "zset",
+    "notes": "hash", "dlq": "list", "stats": "hash", "fence": "string", "workers": "zset",
+}  # fmt: skip
+
+
+class Names:
+    """The keys of one queue, by role: `names.waiting` is "q:tasks", `names.dlq` "q:tasks:dlq".
+
+    Every key derives from the queue's name, here and nowhere else. A name in braces, `{q:tasks}`,
+    puts them all in one slot of a Redis Cluster.
+    """
+
+    def __init__(self, queue: str = "q:tasks") -> None:
+        self.waiting = queue
+        self.next = queue + ":next"
+        self.running = queue + ":running"
+        self.leases = queue + ":leases"
+        self.retry = queue + ":retry"
+        self.notes = queue + ":notes"
+        self.dlq = queue + ":dlq"
+        self.stats = queue + ":stats"
+        self.fence = queue + ":fence"
+        self.workers = queue + ":workers"
+        self.probe = queue + ":probe"
 
 
 class Script:
@@ -330,109 +441,162 @@ class Script:
         self.sha = hashlib.sha1(self.source).hexdigest().encode()
 
 
-# claim: a due retry or the oldest waiting message → running, under the next token and a lease.
-#   KEYS  running leases retry waiting next fence
-#   ARGV  owner, lease (ms), "retry" or "fresh": what goes first if both are there,
-#         token that must be settled before this claim, or ""
-#   →     run, token, now (ms), text
+# claim: the oldest waiting message, or a due retry by way of the front of the line → running,
+# under the next token and a lease. Tokens are even and odd in turn; at an even one a due retry
+# goes first, so fresh messages and retries both get every second claim while there are both.
+#   KEYS  running leases retry notes waiting next fence
+#   ARGV  owner, lease (ms)
+#   →     run, now (ms), token, text, notes ("": none; if there are any, the text is left out: who
+#             reads it must have told its foreman first)
 #         idle, ms until the next retry is due or -1, messages running or retrying
-#         unsettled
-# A token is the server's time in microseconds, or one more than the last if that is greater: it
+# A token is the server's time in microseconds, or follows the last one if that is greater: it
 # rises even if the fence key is lost or garbage, or Redis comes back with older data.
-CLAIM = Script("claim", "running leases retry waiting next fence", """
-local running, leases, retry, waiting, nextq, fence = unpack(KEYS)
-if ARGV[4] ~= '' and redis.call('HEXISTS', running, ARGV[4]) == 1 then return {'unsettled'} end
+CLAIM = Script("claim", "running leases retry notes waiting next fence", """
+local running, leases, retry, notes, waiting, nextq, fence = unpack(KEYS)
 redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
+local time, last = redis.call('TIME'), tonumber(redis.call('GET', fence)) or 0
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local from = redis.call('LLEN', nextq) > 0 and nextq or waiting
-local fresh, due = redis.call('LLEN', from) > 0, redis.call('ZCOUNT', retry, '-inf', now) > 0
-local turn = due and (ARGV[3] == 'retry' or not fresh)
-local member = turn and redis.call('ZRANGE', retry, 0, 0)[1]
-if not (member or fresh) then
-  local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')
-  local wait = first[1] and math.min(tonumber(first[2]) - now, 1e15) or -1
+last = last < 9e15 and math.floor(math.max(last, 0)) or 0
+local number = math.max(last + 1, time[1] * 1000000 + time[2])
+local token = string.format('%.0f', number + (number - last + 1) % 2)
+local from = redis.call('LLEN', nextq) > 0 and nextq or redis.call('LLEN', waiting) > 0 and waiting
+local turn, note = token % 2 == 0 or not from, ''
+local due = turn and redis.call('ZRANGEBYSCORE', retry, '-inf', now, 'LIMIT', 0, 1)[1]
+if due then
+  local old, text = string.match(due, '^(%d+):(.*)$')
+  note, from = redis.call('HGET', notes, old or '') or '', waiting
+  if note ~= '' then redis.call('HSET', notes, token, note) end
+  redis.call('RPUSH', waiting, text or due)
+  redis.call('ZREM', retry, due)
+  redis.call('HDEL', notes, old or '')
+elseif not from then
+  local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')[2]
+  local wait = first and math.min(first - now, 1e15) or -1
   return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
 end
-local text = member and string.gsub(member, '^%d+:', '', 1) or redis.call('LINDEX', from, -1)
-local last = tonumber(redis.call('GET', fence)) or 0
-if not (last < 9e15) then last = 0 end
-local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
-redis.call('ZADD', leases, now + ARGV[2], token)
-redis.call('HSET', running, token, ARGV[1] .. ' ' .. now .. ' ' .. text)
-if member then redis.call('ZREM', retry, member) else redis.call('RPOP', from) end
+local text = redis.call('LINDEX', from, -1)
 redis.call('SET', fence, token)
-return {'run', token, now, text}
+redis.call('ZADD', leases, now + ARGV[2], token .. ' ' .. ARGV[1])
+redis.call('HSET', running, token, text)
+redis.call('LTRIM', from, 0, -2)
+return {'run', now, token, note == '' and text or '', note}
 """)  # fmt: skip
 
 # done: running → gone; follow-up messages → waiting.
-#   KEYS  running leases waiting stats
-#   ARGV  token, follow-up texts …
+#   KEYS  running leases notes waiting stats
+#   ARGV  token, owner, follow-up texts …
 #   →     ok | stale (the token is not running any more: settled or taken over)
-DONE = Script("done", "running leases waiting stats", """
-local running, leases, waiting, stats = unpack(KEYS)
-if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
-redis.call('ZREM', leases, '')
-for i = 2, #ARGV do redis.call('LPUSH', waiting, ARGV[i]) end
-redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1])
+DONE = Script("done", "running leases notes waiting stats", """
+local running, leases, notes, waiting, stats = unpack(KEYS)
+if #ARGV > 2 then
+  if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+  redis.call('ZREM', leases, '')
+  for i = 3, #ARGV do redis.call('LPUSH', waiting, ARGV[i]) end
+end
+if redis.call('HDEL', running, ARGV[1]) == 0 then return 'stale' end
+redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('HDEL', notes, ARGV[1])
 redis.pcall('HINCRBY', stats, 'done', 1)
 return 'ok'
 """)  # fmt: skip
 
-# retry: running → retrying.
-#   KEYS  running leases retry stats
-#   ARGV  token, wait (ms), new text
+# retry: running → retrying, the text spliced (see Splice).
+#   KEYS  running leases notes retry stats
+#   ARGV  token, owner, wait (ms), before, head (bytes), middle, tail (byte, from 1), after
 #   →     ok | stale
 # The member carries the token in front: a sorted set keeps one of fifty equal texts.
-RETRY = Script("retry", "running leases retry stats", """
-local running, leases, retry, stats = unpack(KEYS)
-if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+RETRY = Script("retry", "running leases notes retry stats", """
+local running, leases, notes, retry, stats = unpack(KEYS)
+local text = redis.call('HGET', running, ARGV[1])
+if not text then return 'stale' end
 redis.call('ZREM', leases, '')
 local time = redis.call('TIME')
-local due = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
-redis.call('ZADD', retry, due, ARGV[1] .. ':' .. ARGV[3])
+local due = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
+redis.call('ZADD', retry, due, ARGV[1] .. ':' .. ARGV[4]
+  .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
 redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1])
+redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('HDEL', notes, ARGV[1])
 redis.pcall('HINCRBY', stats, 'retried', 1)
 return 'ok'
 """)  # fmt: skip
 
-# bury: running → dead.
-#   KEYS  running leases dlq stats
-#   ARGV  token, envelope
+# bury: running → dead, the envelope spliced from the text.
+#   KEYS  running leases notes dlq stats
+#   ARGV  token, owner, before, head (bytes), middle, tail (byte, from 1), after
 #   →     ok | stale
-BURY = Script("bury", "running leases dlq stats", """
-local running, leases, dlq, stats = unpack(KEYS)
-if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
+BURY = Script("bury", "running leases notes dlq stats", """
+local running, leases, notes, dlq, stats = unpack(KEYS)
+local text = redis.call('HGET', running, ARGV[1])
+if not text then return 'stale' end
 redis.call('ZREM', leases, '')
-redis.call('LPUSH', dlq, ARGV[2])
+redis.call('LPUSH', dlq, ARGV[3]
+  .. string.sub(text, 1, ARGV[4]) .. ARGV[5] .. string.sub(text, ARGV[6]) .. ARGV[7])
 redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1])
+redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('HDEL', notes, ARGV[1])
 redis.pcall('HINCRBY', stats, 'dead', 1)
 return 'ok'
 """)  # fmt: skip
 
-# release: running → front of waiting, the text as it is: not an attempt.
-#   KEYS  running leases waiting stats
-#   ARGV  token
+# bury_unread: running → dead, the last resort: no hand needs to read the text, or to send it. The
+# payload is the JSON string from which Python's surrogateescape makes the exact bytes again.
+#   KEYS  running leases notes dlq stats
+#   ARGV  token, owner, before, after
 #   →     ok | stale
-RELEASE = Script("release", "running leases waiting stats", """
-local running, leases, waiting, stats = unpack(KEYS)
-local entry = redis.call('HGET', running, ARGV[1])
-if not entry then return 'stale' end
+BURY_UNREAD = Script("bury_unread", "running leases notes dlq stats", r"""
+local running, leases, notes, dlq, stats = unpack(KEYS)
+local text = redis.call('HGET', running, ARGV[1])
+if not text then return 'stale' end
 redis.call('ZREM', leases, '')
-redis.call('RPUSH', waiting, string.match(entry, '^%S* %S* (.*)$') or entry)
+local escapes = {['"'] = '\\"', ['\\'] = '\\\\'}
+for byte = 0, 31 do escapes[string.char(byte)] = string.format('\\u%04x', byte) end
+for byte = 128, 255 do escapes[string.char(byte)] = string.format('\\udc%02x', byte) end
+local payload = string.gsub(text, '[%z\1-\31"\\\128-\255]', escapes)
+redis.call('LPUSH', dlq, ARGV[3] .. '"' .. payload .. '"' .. ARGV[4])
 redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1])
-redis.pcall('HINCRBY', stats, 'released', 1)
+redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('HDEL', notes, ARGV[1])
+redis.pcall('HINCRBY', stats, 'dead', 1)
 return 'ok'
 """)  # fmt: skip
 
-# renew: new deadlines for those tokens that are still running.
+# fall: running → retrying, due now or at the front of the line, with a note for who claims it next.
+#   KEYS  running leases notes retry stats
+#   ARGV  note: its reason and what happened; wait (ms) or "front"; leases ("token owner") …
+#         no leases: those whose deadline has passed, at most 100 and not much more than 1 MB
+#   →     the leases of the runs that fell
+FALL = Script("fall", "running leases notes retry stats", """
+local running, leases, notes, retry, stats = unpack(KEYS)
+redis.call('ZREM', leases, '')
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local due = ARGV[2] == 'front' and 0 or now + ARGV[2]
+local these, fallen, bytes = {unpack(ARGV, 3)}, {}, 0
+if not ARGV[3] then these = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 100) end
+for _, lease in ipairs(these) do
+  if bytes > 1e6 then break end
+  local token, owner = string.match(lease, '^(.*) (.*)$')
+  local text = redis.call('HGET', running, token or '')
+  if token and text then
+    local before = redis.call('HGET', notes, token) or ''
+    redis.call('HSET', notes, token, before .. now .. ' ' .. owner .. ' ' .. ARGV[1] .. '\\n')
+    redis.call('ZADD', retry, due, token .. ':' .. text)
+    redis.call('HDEL', running, token)
+    fallen[#fallen + 1], bytes = lease, bytes + #text
+  end
+  redis.call('ZREM', leases, lease)
+end
+local counter = string.match(ARGV[1], '^released') or 'fallen'
+if fallen[1] then redis.pcall('HINCRBY', stats, counter, #fallen) end
+return fallen
+""")  # fmt: skip
+
+# renew: new deadlines for those runs that still are some.
 #   KEYS  running leases
-#   ARGV  lease (ms), tokens … (at most 100)
-#   →     the tokens refused
+#   ARGV  lease (ms), leases ("token owner") … (at most 100)
+#   →     the leases refused
+# The owner "-" is nobody, for what somebody found without a lease: its real owner takes it back.
 RENEW = Script("renew", "running leases", """
 local running, leases = unpack(KEYS)
 redis.call('ZREM', leases, '')
@@ -440,7 +604,9 @@ local time = redis.call('TIME')
 local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[1]
 local refused = {}
 for i = 2, #ARGV do
-  if redis.call('HEXISTS', running, ARGV[i]) == 1 then
+  local token = string.match(ARGV[i], '^(.*) ')
+  if token and redis.call('HEXISTS', running, token) == 1 then
+    redis.call('ZREM', leases, token .. ' -')
     redis.call('ZADD', leases, deadline, ARGV[i])
   else
     refused[#refused + 1] = ARGV[i]
@@ -449,51 +615,20 @@ end
 return refused
 """)  # fmt: skip
 
-# reclaim: a run whose lease has ended by now → the same run under the next token, owned by the
-# caller, who then retries or buries it like any run of its own. The old token is refused from
-# here on; should the caller die too, the new lease ends and the run is reclaimed again.
-#   KEYS  running leases fence stats
-#   ARGV  owner, lease (ms)
-#   →     run, token, now (ms), text, first start (ms), former owner
-#         none | drift (none, but running and leases differ in size: see Queue.adopt)
-RECLAIM = Script("reclaim", "running leases fence stats", """
-local running, leases, fence, stats = unpack(KEYS)
-redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 100)) do
-  local entry = redis.call('HGET', running, old)
-  if entry then
-    local owner, start, text = string.match(entry, '^(%S*) (%d+) (.*)$')
-    owner, start, text = owner or '', math.min(tonumber(start) or now, now), text or entry
-    local last = tonumber(redis.call('GET', fence)) or 0
-    if not (last < 9e15) then last = 0 end
-    local token = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
-    redis.call('ZADD', leases, now + ARGV[2], token)
-    redis.call('HSET', running, token, ARGV[1] .. ' ' .. start .. ' ' .. text)
-    redis.call('SET', fence, token)
-    redis.call('HDEL', running, old)
-    redis.call('ZREM', leases, old)
-    redis.pcall('HINCRBY', stats, 'reclaimed', 1)
-    return {'run', token, now, text, start, owner}
-  end
-  redis.call('ZREM', leases, old)
-end
-return redis.call('HLEN', running) == redis.call('ZCARD', leases) and {'none'} or {'drift'}
-""")  # fmt: skip
-
-# checkpoint: a running message's text is replaced and its lease renewed.
+# checkpoint: a running message's text is spliced and its lease renewed.
 #   KEYS  running leases
-#   ARGV  token, lease (ms), new text
+#   ARGV  token, owner, lease (ms), before, head (bytes), middle, tail (byte, from 1), after
 #   →     ok | stale
 CHECKPOINT = Script("checkpoint", "running leases", """
 local running, leases = unpack(KEYS)
-local entry = redis.call('HGET', running, ARGV[1])
-if not entry then return 'stale' end
+local text = redis.call('HGET', running, ARGV[1])
+if not text then return 'stale' end
 redis.call('ZREM', leases, '')
 local time = redis.call('TIME')
-redis.call('ZADD', leases, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], ARGV[1])
-redis.call('HSET', running, ARGV[1], string.match(entry, '^%S* %S* ') .. ARGV[3])
+local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
+redis.call('ZADD', leases, deadline, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('HSET', running, ARGV[1], ARGV[4]
+  .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
 return 'ok'
 """)  # fmt: skip
 
@@ -516,20 +651,20 @@ redis.pcall('HINCRBY', stats, 'replayed', 1)
 return 'ok'
 """)  # fmt: skip
 
-# beat: not a transition. Notes when each loop of a worker last made progress, and drops the notes
-# of workers that have been silent for a day.
-#   KEYS  workers dlq
+# beat: not a transition. Notes when each loop of a worker last made progress, and drops those of
+# workers that have been silent for a day.
+#   KEYS  workers running leases dlq
 #   ARGV  age (ms), loop, age, loop …
-#   →     dead letters
-BEAT = Script("beat", "workers dlq", """
-local workers, dlq = unpack(KEYS)
+#   →     now (ms), messages running, leases, dead letters
+BEAT = Script("beat", "workers running leases dlq", """
+local workers, running, leases, dlq = unpack(KEYS)
 redis.call('ZREM', workers, '')
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
 for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
 redis.call('ZREMRANGEBYRANK', workers, 0, -10001)
-return redis.call('LLEN', dlq)
+return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.call('LLEN', dlq)}
 """)  # fmt: skip
 
 # probe: not a transition. Tries every command that the scripts use on a key of its own, so that a
@@ -540,10 +675,10 @@ PROBE = Script("probe", "probe", """
 local key = KEYS[1]
 for _, command in ipairs({
   {'DEL', key}, {'LPUSH', key, 'x'}, {'RPUSH', key, 'x'}, {'LLEN', key}, {'LINDEX', key, -1},
-  {'LPOS', key, 'x'}, {'RPOP', key}, {'LREM', key, 1, 'x'}, {'HSET', key, 'x', 0},
+  {'LPOS', key, 'x'}, {'LTRIM', key, 0, 0}, {'LREM', key, 1, 'x'}, {'HSET', key, 'x', 0},
   {'HGET', key, 'x'}, {'HEXISTS', key, 'x'}, {'HLEN', key}, {'HINCRBY', key, 'x', 1},
   {'HDEL', key, 'x'}, {'ZADD', key, 0, 'x'}, {'ZRANGE', key, 0, 0},
-  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCOUNT', key, 0, 0}, {'ZCARD', key},
+  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCARD', key},
   {'ZREMRANGEBYSCORE', key, 1, 1}, {'ZREMRANGEBYRANK', key, 1, 1}, {'ZREM', key, 'x'},
   {'SET', key, 0}, {'GET', key}, {'TIME'}, {'DEL', key}}) do
   local reply = redis.pcall(unpack(command))
@@ -555,33 +690,30 @@ end
 return {'ok'}
 """)  # fmt: skip
 
-# ── The queue ─────────────────────────────────────────────────────────────────────────────────
-# One connection, no pool, no resending by the client: redis-py's own retries pop twice what they
-# meant to pop once. What may be repeated is decided here, because the token makes it safe.
+# Whose fault is it? One table; `Hand.insist` and `Foreman.failed` act on it.
+#
+#   it passes           refused, reset, timed out, and these answers: wait with full jitter, go on
+#   a person            every other answer, and what cannot be mended by waiting: exit code 2
+#   this message alone  Redis answers others, but refuses, or twice cuts the connection on, what we
+#                       send about one message: it is settled in a form that fits (Settlement.small)
 
-BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
-SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
-PASSING = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    OSError,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.OutOfMemoryError,
-    redis.exceptions.ClusterDownError,  # MASTERDOWN is one, too
-    redis.exceptions.TryAgainError,
-)
-PASSING_CODES = re.compile(  # where redis-py has no class, or the error comes out of a script
+PASSES = re.compile(  # the code of an answer, or the name of redis-py's class for it
     r"\b(LOADING|READONLY|MASTERDOWN|NOREPLICAS|MISCONF|OOM|BUSY|UNBLOCKED|CLUSTERDOWN|TRYAGAIN"
-    r"|max number of clients|Redis is busy)\b"
+    r"|BusyLoadingError|ReadOnlyError|MasterDownError|OutOfMemoryError|ClusterDownError"
+    r"|TryAgainError|max number of clients|Redis is busy)\b"
 )
-Fault = (redis.RedisError, OSError)
+PERSON = re.compile(r"AuthenticationError|AuthorizationError|CERTIFICATE|WRONG_VERSION_NUMBER")
+LARGE = 100_000  # bytes; what is smaller is never refused for its size
+Fault = redis.RedisError  # an OSError of ours, a file or a process, is no fault of Redis
 
 
 def passing(error: Exception) -> bool:
     """Tells whether a Redis fault ends by itself; if not, a person has to repair something."""
-    if isinstance(error, redis.AuthenticationError):  # redis-py counts it as a connection error
+    text = f"{type(error).__name__} {error}"  # redis-py counts a wrong password as a connection
+    if PERSON.search(text):
         return False
-    return isinstance(error, PASSING) or PASSING_CODES.search(str(error)) is not None
+    lost = isinstance(error, (redis.ConnectionError, redis.TimeoutError))
+    return lost or PASSES.search(text) is not None
 
 
 def fault_text(error: Exception) -> str:
@@ -594,16 +726,52 @@ class Step(NamedTuple):
     script: Script
     args: tuple[bytes | str | int, ...]
 
+    @property
+    def size(self) -> int:
+        return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
+
+
+class Note(NamedTuple):
+    """What became of a run that nobody settled; `reason` is "released", or that of a failed run."""
+
+    at_ms: int
+    owner: str
+    reason: str
+    error: str
+
+    @classmethod
+    def read(cls, lines: bytes) -> tuple[Note, ...]:
+        """Reads the lines that FALL wrote; skips what it cannot have written."""
+        found = []
+        for line in lines.decode(errors="replace").split("\n"):
+            at, owner, reason, error = [*line.split(" ", 3), "", "", ""][:4]
+            if re.fullmatch("[0-9]{1,15}", at) and reason:
+                found.append(cls(int(at), owner, reason, error))
+        return tuple(found)
+
 
 class Run(NamedTuple):
-    """A message being run. `start_ms` is the server's clock when we got it, `since` ours."""
+    """A message being run. `start_ms` is the server's clock when we got it, `since` ours.
+
+    `here`: its text has come along, in `raw`.
+    """
 
     token: int
-    start_ms: int
-    raw: bytes
-    since: float
-    first_ms: int  # the first start known: earlier than start_ms after a reclaim
-    owner: str = ""  # who held it before a reclaim
+    owner: str
+    raw: bytes = b""
+    here: bool = True
+    notes: tuple[Note, ...] = ()
+    start_ms: int = 0
+    since: float = 0.0
+
+    @property
+    def lease(self) -> str:
+        return f"{self.token} {self.owner}"
+
+    @property
+    def released(self) -> int:
+        """How often a stop has broken off this message since it was last settled."""
+        return sum(note.reason == "released" for note in self.notes)
 
     def now_ms(self) -> float:
         """The server's clock now, carried on by our monotonic one: no wall clock of ours."""
@@ -618,13 +786,27 @@ class Claim(NamedTuple):
     left: int = 1  # messages running or retrying
 
     @classmethod
-    def of(cls, reply: list[Any]) -> Claim:
-        """Reads the reply of a claim or of a reclaim."""
-        if reply[0] != b"run":
-            return cls(None, *(int(number) for number in reply[1:]))
-        _, token, now, raw, *former = reply
-        first, owner = (int(former[0]), former[1].decode()) if former else (int(now), "")
-        return cls(Run(int(token), int(now), raw, time.monotonic(), first, owner))
+    def of(cls, reply: list[Any], owner: str) -> Claim:
+        """Reads the reply of a claim."""
+        if reply[0] == b"idle":
+            return cls(None, int(reply[1]), int(reply[2]))
+        _, now, token, raw, notes = reply
+        since, known = time.monotonic(), Note.read(notes)
+        return cls(Run(int(token), owner, raw, notes == b"", known, int(now), since))
+
+
+class Pulse(NamedTuple):
+    """What a beat brought."""
+
+    now_ms: int
+    running: int
+    leases: int
+    dead: int
+
+
+BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
+SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
+SLOWEST = 100_000  # bytes a second; what is sent gets the time that it needs at this speed
 
 
 class Queue:
@@ -632,7 +814,9 @@ class Queue:
 
     A method named after a transition returns a `Step`; `do` sends steps, several in one round
     trip. Times are seconds here and milliseconds inside Redis. Every method that talks to Redis
-    raises what redis-py raises; see `passing`.
+    raises what redis-py raises; see `passing`. One connection, no pool, no resending by the
+    client: redis-py's own retries pop twice what they meant to pop once. What may be repeated is
+    decided here, because the token makes it safe.
 
         queue = Queue("redis://127.0.0.1:6379/0")
         [reply] = queue.do(queue.claim("me", lease=30))
@@ -640,53 +824,62 @@ class Queue:
 
     def __init__(self, url: str, name: str = "q:tasks", timeout: float = BLOCK + 3) -> None:
         """Does not connect yet. `timeout` must exceed every wait. ValueError if `url` is none."""
-        pool = redis.ConnectionPool.from_url(url, protocol=2)
-        pool.connection_kwargs |= {  # whatever the URL says
-            "protocol": 2,
+        pool = redis.ConnectionPool.from_url(url)
+        settings = pool.connection_kwargs
+        settings |= {  # whatever the URL says
             "decode_responses": False,
             "socket_timeout": timeout,
             "socket_connect_timeout": min(timeout, 5.0),
             "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
         }
-        if "path" not in pool.connection_kwargs:  # not a unix socket
-            pool.connection_kwargs["socket_keepalive"] = True
-        self.names = Names(name)
+        if CLIENT < (5,):  # it knows one protocol, and no name for it
+            del settings["protocol"]
+        if "path" not in settings:  # not a unix socket
+            settings["socket_keepalive"] = True
+        self.names, self.timeout = Names(name), timeout
         connection: Any = pool.make_connection()
-        connection.driver_info = None  # no CLIENT SETINFO: one right less to be given
+        connection.driver_info = connection.lib_name = connection.lib_version = None  # no SETINFO
         self.connection = connection
+        self.socket: tuple[int, int] | None = None
         self.prefixes: dict[Script, bytes] = {}
 
     # What is sent ────────────────────────────────────────────────────────────────────────────
 
-    def claim(self, owner: str, lease: float, prefer: str = "retry", after: int | str = "") -> Step:
-        return Step(CLAIM, (owner, ms(lease), prefer, after))
+    def claim(self, owner: str, lease: float) -> Step:
+        return Step(CLAIM, (owner, ms(lease)))
 
-    def done(self, token: int, *messages: bytes) -> Step:
-        return Step(DONE, (token, *messages))
+    def done(self, run: Run, *messages: bytes) -> Step:
+        return Step(DONE, (run.token, run.owner, *messages))
 
-    def retry(self, token: int, wait: float, text: bytes) -> Step:
-        return Step(RETRY, (token, ms(wait), text))
+    def retry(self, run: Run, wait: float, text: Splice) -> Step:
+        return Step(RETRY, (run.token, run.owner, ms(wait), *text.args()))
 
-    def bury(self, token: int, envelope: bytes) -> Step:
-        return Step(BURY, (token, envelope))
+    def bury(self, run: Run, envelope: Splice) -> Step:
+        return Step(BURY, (run.token, run.owner, *envelope.args()))
 
-    def release(self, token: int) -> Step:
-        return Step(RELEASE, (token,))
+    def bury_unread(self, run: Run, before: bytes, after: bytes) -> Step:
+        return Step(BURY_UNREAD, (run.token, run.owner, before, after))
 
-    def renew(self, lease: float, *tokens: int | bytes) -> Step:
-        return Step(RENEW, (ms(lease), *tokens))
+    def fall(self, reason: str, error: str, *leases: str, wait: float | None = 0.0) -> Step:
+        """The runs with these leases; with none, those whose deadline has passed by then.
 
-    def reclaim(self, owner: str, lease: float) -> Step:
-        return Step(RECLAIM, (owner, ms(lease)))
+        `wait` None means the front of the line, before all that is due.
+        """
+        note = f"{reason} {printable(error)}".rstrip()
+        return Step(FALL, (note, "front" if wait is None else ms(wait), *leases))
 
-    def checkpoint(self, token: int, lease: float, text: bytes) -> Step:
-        return Step(CHECKPOINT, (token, ms(lease), text))
+    def renew(self, lease: float, *leases: str | bytes) -> Step:
+        return Step(RENEW, (ms(lease), *leases))
+
+    def checkpoint(self, run: Run, lease: float, text: Splice) -> Step:
+        return Step(CHECKPOINT, (run.token, run.owner, ms(lease), *text.args()))
 
     def replay(self, envelope: bytes, text: bytes, end: int = -1, place: int = 0) -> Step:
         return Step(REPLAY, (envelope, text, end, place))
 
     def beat(self, progress: dict[str, float]) -> Step:
-        """`progress`: loop name → seconds since it last made progress."""
+        """`progress`: loop name → seconds since it last made progress. Replies with a Pulse."""
         return Step(BEAT, tuple(x for name, age in progress.items() for x in (ms(age), name)))
 
     # How ─────────────────────────────────────────────────────────────────────────────────────
@@ -695,25 +888,38 @@ class Queue:
         """Sends the steps in one round trip and returns their replies, in order.
 
         A step that Redis answers with an error has the exception as its reply if it is not the
-        only one; alone, it is raised. If Redis has forgotten a script, that step and those behind
-        it are sent again, whole (a claim behind a settlement has then been refused: `after`).
+        only one; alone, it is raised. A step whose script Redis has forgotten is sent again, whole:
+        that one alone, the others have happened.
         """
-        send = self.connection.send_packed_command
-        try:
-            send([b"".join([self.pack(step) for step in steps])])
-            replies = [self.reply() for _ in steps]
-            for i, reply in enumerate(replies):
-                if isinstance(reply, redis.exceptions.NoScriptError):
-                    again = [self.pack(step, whole=True) for step in steps[i:]]
-                    send([b"".join(again)])
-                    replies[i:] = [self.reply() for _ in again]
-                    break
-        except BaseException:  # a signal's, too: a reply left unread would be taken for the next
-            self.close()
-            raise
+        replies = self.exchange([self.pack(step) for step in steps])
+        lost = [i for i, x in enumerate(replies) if isinstance(x, redis.exceptions.NoScriptError)]
+        if lost:
+            again = self.exchange([self.pack(steps[i], whole=True) for i in lost])
+            for i, reply in zip(lost, again, strict=True):
+                replies[i] = reply
         if len(replies) == 1 and isinstance(replies[0], Exception):
             raise replies[0]
         return replies
+
+    def exchange(self, packed: list[bytes]) -> list[Any]:
+        """Sends packed commands and reads as many replies."""
+        data, at = b"".join(packed), self.connection
+        try:
+            if at._sock is None:
+                self.connect()
+            if len(data) > LARGE:
+                at._sock.settimeout(self.timeout + len(data) / SLOWEST)
+            at.send_packed_command([data])
+            if len(data) > LARGE:
+                at._sock.settimeout(self.timeout)
+            return [self.reply() for _ in packed]
+        except BaseException:  # a signal's, too: a reply left unread would be taken for the next
+            self.close()
+            raise
+
+    def connect(self) -> None:
+        self.connection.connect()
+        self.socket = identity(self.connection._sock.fileno())
 
     def reply(self) -> Any:
         try:
@@ -736,57 +942,50 @@ class Queue:
 
     def command(self, *args: bytes | str | int | float) -> Any:
         """Sends one plain command and returns its reply."""
-        try:
-            self.connection.send_command(*args)
-            return self.connection.read_response()
-        except redis.ResponseError:
-            raise
-        except BaseException:
-            self.close()
-            raise
+        [reply] = self.exchange([b"*%d\r\n%b" % (len(args), b"".join(map(bulk, args)))])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def ring(self, seconds: float) -> bool:
         """Sleeps in Redis until a message comes, `seconds` at most; True if one came.
 
         The server moves the message to `next` and wakes this client alone. If the client dies now,
-        nothing is lost: the next claim, by anyone, takes it from there.
+        nothing is lost: the next claim, by anyone, takes it from there. (BRPOPLPUSH is what BLMOVE
+        RIGHT LEFT does, and Redis 6.0 has it, too.)
         """
-        names, seconds = self.names, max(SHORTEST, min(seconds, BLOCK))
-        reply = self.command("BLMOVE", names.waiting, names.next, "RIGHT", "LEFT", seconds)
+        seconds = max(SHORTEST, min(seconds, BLOCK))
+        reply = self.command("BRPOPLPUSH", self.names.waiting, self.names.next, seconds)
         return reply is not None
 
-    def pages(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        """What is running, as (token, "owner start text"), in pages of about a hundred."""
-        cursor = b"0"
+    def held(self, owner: str) -> list[int]:
+        """The tokens that this owner has leases for: how a lost claim is found; no text is read."""
+        cursor, found = b"0", []
         while True:
-            cursor, flat = self.command("HSCAN", self.names.running, cursor, "COUNT", 100)
-            yield list(zip(flat[::2], flat[1::2], strict=True))
+            page = ("ZSCAN", self.names.leases, cursor, "MATCH", f"* {owner}", "COUNT", 1000)
+            cursor, flat = self.command(*page)
+            tokens = [lease.partition(b" ")[0] for lease in flat[::2]]
+            found += [int(token) for token in tokens if token.isdigit()]
             if cursor == b"0":
-                return
+                return sorted(set(found))
 
-    def owned(self, owner: str) -> list[Run]:
-        """The runs of this owner: how a claim whose reply was lost is found again."""
-        now, since, found = self.now_ms(), time.monotonic(), []
-        for page in self.pages():
-            for token, entry in page:
-                who, _, rest = entry.partition(b" ")
-                if who == owner.encode():
-                    start, _, text = rest.partition(b" ")
-                    found.append(Run(int(token), now, text, since, int(start)))
-        return found
+    def text(self, token: int) -> bytes | None:
+        """The text of a running message; None if it is not running any more."""
+        text: bytes | None = self.command("HGET", self.names.running, token)
+        return text
 
     def adopt(self, lease: float) -> int:
-        """Gives a lease to what is running without one (deleted, evicted); returns how many."""
-        adopted = 0
-        for page in self.pages():
-            tokens = [token for token, _ in page]
-            deadlines = self.command("ZMSCORE", self.names.leases, *tokens) if tokens else []
-            pairs = zip(tokens, deadlines, strict=True)
-            bare = [token for token, deadline in pairs if deadline is None]
-            for i in range(0, len(bare), 100):
-                self.do(self.renew(lease, *bare[i : i + 100]))
-            adopted += len(bare)
-        return adopted
+        """Gives a lease to what is running without one (deleted, evicted); returns how many.
+
+        The tokens are read before the leases: what is claimed in between has a lease by then.
+        """
+        tokens = self.command("HKEYS", self.names.running)
+        leases = self.command("ZRANGE", self.names.leases, 0, -1)
+        leased = {lease.rpartition(b" ")[0] for lease in leases}
+        bare = [token + b" -" for token in tokens if token not in leased]
+        for i in range(0, len(bare), 100):
+            self.do(self.renew(lease, *bare[i : i + 100]))
+        return len(bare)
 
     def now_ms(self) -> int:
         seconds, micros = self.command("TIME")
@@ -809,18 +1008,40 @@ class Queue:
         return f"{where}/{getattr(at, 'db', 0) or 0}" if hasattr(at, "host") else str(where)
 
     def close(self) -> None:
+        """Closes the connection; not the descriptor, if somebody else has that number by now."""
+        if not self.is_ours():
+            self.connection._sock.detach()
+        self.socket = None
         self.connection.disconnect()
+
+    def is_ours(self) -> bool:
+        """Tells whether our socket's descriptor still is that; a handler may have closed it."""
+        at = self.connection._sock
+        return at is None or self.socket is None or identity(at.fileno()) == self.socket
+
+
+def identity(fd: int) -> tuple[int, int] | None:
+    """What a descriptor stands for, as (device, inode); None if it is closed."""
+    try:
+        facts = os.fstat(fd)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def bulk(arg: bytes | str | int) -> bytes:
+def bulk(arg: bytes | str | int | float) -> bytes:
     data = arg if isinstance(arg, bytes) else str(arg).encode()
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
-# ── What a failure leads to ───────────────────────────────────────────────────────────────────
+
+# ══ FATE ══════════════════════════════════════════════════════════════════════════════════════
+# From what happened in a run to the step that settles it, its size, and a line for people.
+
+TRACEBACK = 8000  # bytes of a traceback kept
 
 
 class Failure(NamedTuple):
@@ -830,104 +1051,260 @@ class Failure(NamedTuple):
     reason: str = "exhausted"
     fatal: bool = False  # no run can help: dead at once, attempts as they are
     not_before: float = 0.0  # seconds
+    at_ms: float = 0.0
+    owner: str = ""  # who ran it
+    cause: BaseException | None = None  # for the traceback
 
 
 class Settlement(NamedTuple):
-    """How a run ends: the step for Redis, and then a line for people."""
+    """How a run ends: the step for Redis, and then a line for people.
 
-    token: int
+    `small` is another step to the same end, that fits where the first is refused for its size.
+    """
+
+    run: Run
     step: Step
     line: str = ""
+    small: Callable[[], Step] | None = None
 
-    def tell(self, settings: Settings, tombs: int) -> None:
-        """Says what happened, after it has; a dead letter's token goes down the pipe `tombs`."""
+    def tell(self, settings: Settings) -> None:
+        """Says what happened, after it has."""
         if self.step.script is RETRY:
             announce(self.line, settings.qr_dir)
         elif self.line:
             log(self.line)
-        if self.step.script is BURY:
-            with suppress(OSError):  # full: thousands are waiting there already
-                os.write(tombs, self.token.to_bytes(8, "little"))
 
 
-def settle_failure(
-    queue: Queue, policy: Policy, run: Run, failure: Failure, worker: str
+def conclude(
+    queue: Queue, policy: Policy, run: Run, message: Message, failures: list[Failure]
 ) -> Settlement:
-    """Decides between retry and bury, and writes the new message text or the envelope."""
-    try:
-        message = Message.parse(run.raw)
-    except Undecodable as error:
-        message = Message(run.raw.decode(errors="surrogateescape"))
-        failure = Failure(printable(f"Undecodable: {error}"), "undecodable", fatal=True)
-    attempts = message.attempts + (not failure.fatal)
-    seen = message.first_seen_at or iso(run.first_ms)
-    dead = failure.fatal or attempts >= policy.max_attempts
-    wait = None if dead else round(policy.wait(attempts - 1, failure.not_before), 3)
-    failed_at = iso(run.now_ms())
-    entry = {"at": failed_at, "error": failure.error, "wait": wait}
-    kept = message.kept | {"history": [*message.kept.get("history", []), entry][-HISTORY:]}
+    """Charges failed runs to a message, and decides between retry and bury.
+
+    One failure is the rule; several are runs that nobody had settled. Notes of runs that a stop
+    broke off go into the message's count of them.
+    """
+    last = failures[-1]
+    attempts = message.attempts
+    for failure in failures:
+        if not failure.fatal:
+            attempts = attempts + 1
+    dead = last.fatal or attempts >= policy.max_attempts
+    wait = None if dead else round(policy.wait(attempts - 1, last.not_before), 3)
+    seen = message.first_seen_at or iso(first_ms(run))
+    kept = remember(message.kept, failures, run.released, wait)
     facts = f"attempts={attempts} kind={word(message.kind)}"
-    about = f"token={run.token} error={json.dumps(failure.error, ensure_ascii=False)}"
+    small = partial(burial, queue, run, last, attempts, seen, {"history": kept["history"]})
     if wait is not None:
-        step = queue.retry(run.token, wait, Message(message.text, attempts, seen, kept).encode())
-        return Settlement(run.token, step, f"{facts} wait={wait:.3f} {about}")
-    head = {
-        "error": failure.error,
+        step = queue.retry(run, wait, message.noted(attempts, seen, kept))
+        of = ceiling(attempts - 1, policy.base, policy.cap)
+        line = f"{facts} wait={wait:.3f} of={of:g} {about(run, last)}"
+        return Settlement(run, step, line, small)
+    before, after = envelope(run, last, attempts, seen, kept)
+    if is_strict(message.own):
+        step = queue.bury(run, message.spliced(before, b"", after))
+    else:
+        step = queue.bury(run, Splice(before + quoted(message.own) + after))
+    line = f"dead {facts} reason={last.reason} {about(run, last)}"
+    return Settlement(run, step, line, small)
+
+
+def undecodable(queue: Queue, run: Run, error: Undecodable) -> Settlement:
+    """A message that is no JSON object is dead at once, its exact bytes kept as a string."""
+    why = Failure(printable(f"Undecodable: {error}"), "undecodable", True, at_ms=run.now_ms())
+    seen, kept = iso(first_ms(run)), remember({}, [why], run.released, None)
+    line = f"dead attempts=0 kind=- reason=undecodable {about(run, why)}"
+    small = partial(burial, queue, run, why, 0, seen, kept)
+    if len(run.raw) > LARGE:
+        return Settlement(run, small(), line)
+    before, after = envelope(run, why, 0, seen, kept)
+    return Settlement(run, queue.bury(run, Splice(before + quoted(run.raw) + after)), line, small)
+
+
+def unread(queue: Queue, run: Run, failures: list[Failure]) -> Settlement:
+    """A message that has killed all who read it is buried by a script, read by nobody."""
+    last, attempts = failures[-1], len(failures)
+    kept = remember({}, failures, run.released, None)
+    step = burial(queue, run, last, attempts, iso(first_ms(run)), kept)
+    line = f"dead attempts={attempts} kind=? reason={last.reason} {about(run, last)}"
+    return Settlement(run, step, line)
+
+
+def burial(
+    queue: Queue, run: Run, last: Failure, attempts: int, seen: str, kept: dict[str, Any]
+) -> Step:
+    """The step that buries a message without sending it: Redis makes a string of its bytes."""
+    return queue.bury_unread(run, *envelope(run, last, attempts, seen, kept))
+
+
+def about(run: Run, last: Failure) -> str:
+    return f"token={run.token} error={json.dumps(last.error, ensure_ascii=False)}"
+
+
+def unsettled(run: Run) -> list[Failure]:
+    """The failed runs that the notes speak of."""
+    return [
+        Failure(note.error, note.reason, at_ms=note.at_ms, owner=note.owner)
+        for note in run.notes
+        if note.reason != "released"
+    ]
+
+
+def first_ms(run: Run) -> int:
+    """When the message was first seen, if it does not say so itself: now, or at its first note."""
+    return min([run.start_ms, *(note.at_ms for note in run.notes)])
+
+
+def remember(
+    kept: dict[str, Any], failures: list[Failure], released: int, wait: float | None
+) -> dict[str, Any]:
+    """What is kept with a message, and these failures after it; the wait is that of the last."""
+    waits = [*[None] * (len(failures) - 1), wait]
+    pairs = zip(failures, waits, strict=True)
+    entries = [{"at": iso(x.at_ms), "error": x.error, "wait": wait} for x, wait in pairs]
+    kept = kept | {"history": [*kept.get("history", []), *entries][-HISTORY:]}
+    if released:
+        kept["released"] = min(kept.get("released", 0) + released, COUNT)
+    return kept
+
+
+def envelope(
+    run: Run, last: Failure, attempts: int, seen: str, kept: dict[str, Any]
+) -> tuple[bytes, bytes]:
+    """What stands before and after the payload in a dead letter."""
+    facts = {
+        "error": last.error,
         "attempts": attempts,
         "first_seen_at": seen,
-        "reason": failure.reason,
-        "failed_at": failed_at,
-        "worker": worker,
+        "reason": last.reason,
+        "failed_at": iso(last.at_ms),
+        "worker": last.owner or run.owner,
         "token": run.token,
     }
-    tail = {name: kept[name] for name in KEPT if name in kept}
-    exact = failure.reason == "undecodable"  # no object: a string of the exact bytes
-    inner = json.dumps(message.text) if exact else payload(message.text)
-    envelope = f'{{"payload": {inner}, {json.dumps(head | tail)[1:]}'
-    step = queue.bury(run.token, envelope.encode())
-    return Settlement(run.token, step, f"dead {facts} reason={failure.reason} {about}")
+    if last.cause is not None:
+        facts["traceback"] = trace(last.cause)
+    facts |= {name: kept[name] for name in KEPT if name in kept}
+    return b'{"payload": ', f", {json.dumps(facts)[1:]}".encode()
+
+
+# What an exception says, in one line and in many ────────────────────────────────────────────
+
+OURS = {os.path.realpath(file) for file in (__file__, ceiling.__code__.co_filename)}
+LIBRARY = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
+INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+@lru_cache(1000)
+def author(file: str) -> str:
+    """Who wrote a file of code: "us" (and what loads a handler), "library" or "handler"."""
+    path = os.path.realpath(file)
+    if path in OURS or "importlib" in file:
+        return "us"
+    library = file.startswith("<") or path.startswith(LIBRARY) or INSTALLED.search(path)
+    return "library" if library else "handler"
+
+
+def steps_of(error: BaseException) -> Iterator[tuple[TracebackType, str]]:
+    """The steps of a traceback that are not ours, from the outermost in, each with its author."""
+    step = error.__traceback__
+    while step is not None:
+        who = author(step.tb_frame.f_code.co_filename)
+        if who != "us":
+            yield step, who
+        step = step.tb_next
+
+
+def place(error: BaseException) -> str:
+    """` (file:line in function)` of the deepest step in the handler's own code, or of any."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({os.path.basename(error.filename)}:{error.lineno} in <module>)"
+    steps = list(steps_of(error))
+    own = [step for step, who in steps if who == "handler"] or [step for step, _ in steps]
+    if not own:
+        return ""
+    code = own[-1].tb_frame.f_code
+    return f" ({os.path.basename(code.co_filename)}:{own[-1].tb_lineno} in {code.co_name})"
+
+
+def said(error: BaseException, limit: int) -> str:
+    """`Type: text`, whatever the exception does when asked for its text."""
+    name = type(error).__name__ or "Exception"
+    try:
+        text = f": {error}"[: limit + 1].rstrip(": ")
+    except BaseException as why:  # the handler's own class: anything may come out of it
+        text = f": <cannot be told: {type(why).__name__}>"
+    return printable(f"{name}{text}", limit)
+
+
+def causes(error: BaseException) -> list[str]:
+    """What is behind an exception, shortened: its notes, the members of a group, its causes."""
+    behind = [f"note: {printable(str(note), 100)}" for note in getattr(error, "__notes__", ())[:3]]
+    parts = leaves(error)
+    behind += [f"{said(part, 100)}{place(part)}" for part in parts[:3]]
+    if len(parts) > 3:
+        behind.append(f"and {len(parts) - 3} more")
+    seen, cause = {id(error)}, error.__cause__ or error.__context__
+    while cause is not None and id(cause) not in seen and len(seen) < 4:
+        hidden = error.__suppress_context__ and cause is not error.__cause__
+        if not hidden:
+            behind.append(f"from {said(cause, 100)}{place(cause)}")
+        seen.add(id(cause))
+        error, cause = cause, cause.__cause__ or cause.__context__
+    return behind
 
 
 def describe(error: BaseException) -> str:
-    """`Type: text (file:line in function)` in one line, whatever the exception does when asked."""
-    name = where = text = ""
+    """`Type: text [what is behind it] (file:line in function)` in one line of at most ERROR."""
+    where, behind = "", ""
     try:
-        name = type(error).__name__
-        trace = error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            if code.co_filename not in NOT_SHOWN:  # the deepest line of somebody else
-                file = os.path.basename(code.co_filename)
-                where = f" ({file}:{trace.tb_lineno} in {code.co_name})"
-            trace = trace.tb_next
-        where = printable(where, ERROR // 2)
-        text = f": {error}"[: ERROR + 1].rstrip(": ")
-    except BaseException as why:  # the handler's own class: anything may come out of it
-        text = f": <cannot be told: {type(why).__name__}>"
-    return printable(f"{name or 'Exception'}{text}", ERROR - len(where)) + where
+        where = printable(place(error), ERROR // 3)
+        if found := causes(error):
+            behind = printable(f" [{'; '.join(found)}", ERROR // 3) + "]"
+    except BaseException as why:  # a property of the handler's own class
+        behind = f" [the rest cannot be told: {type(why).__name__}]"
+    return said(error, ERROR - len(where) - len(behind)) + behind + where
 
 
-NOT_SHOWN = (describe.__code__.co_filename, "<frozen importlib._bootstrap>", importlib.__file__)
+def trace(error: BaseException) -> str:
+    """The traceback, at most TRACEBACK bytes; if it is longer, own code stays. Never a local."""
+    try:
+        import traceback
+
+        def lines(own: bool) -> Iterator[str]:
+            seen: set[int] = set()
+            each: BaseException | None = error
+            while each is not None and id(each) not in seen and len(seen) < 5:
+                seen.add(id(each))
+                for step, who in steps_of(each):
+                    if who == "handler" or not own:
+                        yield from traceback.format_tb(step, 1)
+                yield f"{said(each, ERROR)}\n"
+                each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+                if each is not None:
+                    yield "caused by\n"
+
+        text = "".join(lines(False))
+        text = text if len(text.encode(errors="replace")) <= TRACEBACK else "".join(lines(True))
+        return text.encode(errors="replace")[:TRACEBACK].decode(errors="ignore")
+    except BaseException as why:
+        return f"cannot be told: {type(why).__name__}"
 
 
-def word(value: object) -> str:
-    """A value as one word of a log line: bare if it is simple, else quoted."""
-    if value is None:
-        return "-"
-    text = printable(str(value), 40)
-    return text if re.fullmatch(r"[\w.:/-]+", text) else json.dumps(text, ensure_ascii=False)
-
-
-# ── Lines for people ──────────────────────────────────────────────────────────────────────────
+# Lines for people ───────────────────────────────────────────────────────────────────────────
 # State first, then the line: a full disk, a closed pipe, a reader that has stopped cost a line,
-# never a retry. So nothing here raises or blocks.
+# never a retry. So nothing here raises or blocks. And nothing goes to a descriptor that is not
+# the one we were started with: a handler may close it and get its number for a file of its own.
 
 REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
+STREAMS: dict[int, tuple[int, int] | None] = {}  # what 1 and 2 stood for at the start
 
 
 def emit(fd: int, line: str) -> None:
+    if STREAMS and identity(fd) != STREAMS[fd]:
+        return
     with suppress(OSError, ValueError):
-        if select.select([], [fd], [], 0)[1]:
+        ready = select.poll()
+        ready.register(fd, select.POLLOUT)
+        if ready.poll(0):
             os.write(fd, line.encode(errors="backslashreplace") + b"\n")
 
 
@@ -945,9 +1322,8 @@ def announce(line: str, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         fd = os.open(folder / "requeue.out", flags, 0o644)
         try:
-            size = os.fstat(fd).st_size
-            if size < REQUEUE_OUT_BYTES and not is_stdout(fd):
-                emit(fd, line)
+            if os.fstat(fd).st_size < REQUEUE_OUT_BYTES and identity(fd) != identity(1):
+                os.write(fd, line.encode(errors="backslashreplace") + b"\n")
         finally:
             os.close(fd)
 
@@ -955,39 +1331,42 @@ def announce(line: str, folder: Path) -> None:
 def fill_standard_files() -> None:
     """Opens /dev/null where 0, 1 or 2 is closed: else our next file gets the number, and lines."""
     for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
+        if identity(fd) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)
 
 
-def is_stdout(fd: int) -> bool:
-    try:
-        return os.path.sameopenfile(fd, 1)
-    except OSError:  # stdout is closed
-        return False
+# ══ HAND ══════════════════════════════════════════════════════════════════════════════════════
+# The process that runs the handler: claim, process, settle, over and over. It is the one place
+# where a message is read, and it may die of it: what it holds is then in Redis, and its foreman
+# knows the token.
 
+# What a hand and its foreman tell each other, in a small shared memory: words of 8 bytes.
+#             writer     what
+TOKEN = 0  #  hand       the run it holds, 0: none; before it reads the message
+SINCE = 1  #  hand       when the handler began, or the way out (ns, monotonic); 0: neither
+PROGRESS = 2  # hand     the last sign of life (ns, monotonic)
+ASKING = 3  # hand       since when it has been waiting for the answer to a claim (ns); 0: it is not
+RELEASED = 4  # hand     how often a stop has broken off what it holds
+LOADED = 5  # hand       LOADED_OTHER or LOADED_EXAMPLE once the handler is there; 0 before
+VERDICT = 6  # hand      why it leaves: an exit code, DRAINED or REPLACE; 0: it does not
+ORDER = 7  #  foreman    FINISH what you run, or NOW: interrupt it and release it
+LOST = 8  #   foreman    the token of a run that has been taken over
+LENGTH = 9  # hand       bytes of the note that follows: why Redis does not answer, why it left
+WORDS = 10
 
-# ── What a hand and its foreman tell each other ───────────────────────────────────────────────
-
-TOKEN, SINCE, PROGRESS, ORDER, VERDICT, LOADED, NOTE = range(7)  # words of a slot
-FINISH, NOW = 1, 2  # an ORDER: finish what you run; interrupt it and release its message
-DRAINED = -1  # a VERDICT: nothing is left to do (--burst); others are exit codes
+FINISH, NOW = 1, 2
+DRAINED, REPLACE = -1, -2
+LOADED_OTHER, LOADED_EXAMPLE = 1, 2
 
 
 class Slot:
-    """One hand's piece of the shared memory: seven integers of 8 bytes, and a note.
-
-    TOKEN is what it runs, SINCE when the handler began (0: not in the handler), PROGRESS the last
-    sign of life, both in ns of the monotonic clock, which all processes of a machine share. The
-    note says why Redis does not answer, or why the hand left.
-    """
+    """One hand's piece of the shared memory: the words above, and a note."""
 
     SIZE = 1024
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self.bytes = memoryview(memory)[index * self.SIZE : (index + 1) * self.SIZE]
-        self.words = self.bytes[:56].cast("q")
+        self.words = self.bytes[: WORDS * 8].cast("q")
 
     def clear(self) -> None:
         self.bytes[:] = bytes(self.SIZE)
@@ -995,22 +1374,26 @@ class Slot:
 
     @property
     def note(self) -> str:
-        return bytes(self.bytes[56 : 56 + self.words[NOTE]]).decode(errors="replace")
+        start = WORDS * 8
+        return bytes(self.bytes[start : start + self.words[LENGTH]]).decode(errors="replace")
 
     @note.setter
     def note(self, text: str) -> None:
-        data = text.encode()[: self.SIZE - 56]
-        self.words[NOTE] = 0
-        self.bytes[56 : 56 + len(data)] = data
-        self.words[NOTE] = len(data)
+        start, data = WORDS * 8, text.encode(errors="replace")[: self.SIZE - WORDS * 8]
+        self.words[LENGTH] = 0
+        self.bytes[start : start + len(data)] = data
+        self.words[LENGTH] = len(data)
 
-
-# ── The hand ──────────────────────────────────────────────────────────────────────────────────
 
 IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may raise in a hand
 RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
-TICK = 0.0 if sys.platform == "linux" else 1.0  # how often a hand looks for its foreman itself
+RELEASE_CAP = 300.0  # seconds that a message waits at most which a stop breaks off again and again
+TICK = 1.0  # how often a hand looks for its foreman itself, where the kernel does not
 T = TypeVar("T")
+
+# The same functions without the wrapper that makes enums of what they return: 5 µs a call.
+getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+pthread_sigmask = getattr(signal.pthread_sigmask, "__wrapped__", signal.pthread_sigmask)
 
 
 class TimeLimitExceeded(TimeoutError):
@@ -1037,8 +1420,8 @@ class Running:
     the last checkpoint said.
     """
 
-    def __init__(self, hand: Hand, run: Run) -> None:
-        self.hand, self.run = hand, run
+    def __init__(self, hand: Hand, run: Run, message: Message) -> None:
+        self.hand, self.run, self.message = hand, run, message
         self.follow_ups: list[bytes] = []
 
     @property
@@ -1047,11 +1430,11 @@ class Running:
 
     @property
     def attempts(self) -> int:
-        return Message.parse(self.run.raw).attempts
+        return self.message.attempts
 
     @property
     def stage(self) -> Any:
-        return Message.parse(self.run.raw).kept.get("stage")
+        return self.message.kept.get("stage")
 
     def push(self, message: dict[str, Any]) -> None:
         """Queues a follow-up message, in the same atomic step that makes this run done."""
@@ -1066,16 +1449,15 @@ class Running:
         Raises LeaseLost if the run has been taken over or has ended, ValueError or TypeError if
         `stage` is not JSON.
         """
-        hand, run = self.hand, self.run
+        hand, run, message = self.hand, self.run, self.message
         json.dumps(stage, allow_nan=False)
         self.check()
-        message = Message.parse(run.raw)
-        kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(run.first_ms)
-        text = Message(message.text, message.attempts, seen, kept).encode()
-        step = hand.queue.checkpoint(run.token, hand.settings.lease, text)
+        kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(first_ms(run))
+        text = message.noted(message.attempts, seen, kept)
+        step = hand.queue.checkpoint(run, hand.settings.lease, text)
         if hand.insist(partial(hand.queue.do, step)) == [b"stale"]:
             raise LeaseLost(f"run {run.token} has been taken over")
-        self.run = run._replace(raw=text)
+        self.message = Message.parse(text.of(message.raw))
 
     def check(self) -> None:
         """A thread or a child process that outlives its run must not speak for the next one."""
@@ -1084,53 +1466,67 @@ class Running:
 
 
 class Hand:
-    """The process that runs the handler: claim, process, settle, over and over."""
+    """One hand. `main` is the exercise's while loop."""
 
-    def __init__(self, settings: Settings, slot: Slot, foreman: int, tombs: int) -> None:
-        self.settings, self.slot, self.foreman, self.tombs = settings, slot, foreman, tombs
-        self.pid = os.getpid()
+    def __init__(self, settings: Settings, slot: Slot, foreman: int) -> None:
+        self.settings, self.slot, self.foreman = settings, slot, foreman
+        self.policy = settings.policy
+        self.pid, self.uid = os.getpid(), os.geteuid()
         self.name = f"{settings.name}/{self.pid}"
         self.queue = Queue(settings.redis, settings.queue)
-        self.leaving = self.timed_out = False
+        self.leaving = False
         self.guard: str | None = None
         self.deadline = 0.0
-        self.prefer = "fresh"
         self.running: Running | None = None
-        self.sentinel, write = os.pipe()  # no other file has its inode
-        os.close(write)
-        self.inode = os.fstat(self.sentinel).st_ino
+        self.interruption: BaseException | None = None  # what a signal has raised in the handler
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.task: asyncio.Task[Any] | None = None
+        self.left_over = set[str]()  # names of tasks that have been spoken of
         self.signals = {
             signal.SIGTERM: self.on_stop,
             signal.SIGINT: self.on_stop,
+            signal.SIGQUIT: self.on_stop,
             signal.SIGALRM: self.on_alarm,
         }
 
-    def main(self) -> NoReturn:
-        """Runs until told to stop, and leaves by `os._exit`: no exit hook of anyone runs."""
+    def main(self) -> int:
+        """Runs until told to stop, and cleans up as Python does at its end; the exit code."""
         status = 0
         try:
-            die_with(self.foreman)
-            self.mend_signals()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.register_at_fork(
-                before=self.hold_signals,
-                after_in_parent=self.free_signals,
-                after_in_child=self.disown,
-            )
+            self.settle_in()
             self.load_handler()
-            last = None
-            while (run := self.next_run(last)) is not None:
-                last = self.attempt(run)
+            run = self.next_run(None)
+            while run is not None:
+                settlement = self.attempt(run)
+                run = self.next_run(settlement)
         except Stop:
             pass
         except Repair as error:
             self.verdict(2, str(error))
-        except BaseException:  # a bug of ours; status 1 tells the foreman
+        except BaseException:  # a bug of ours, or no memory; status 1 tells the foreman
             sys.excepthook(*sys.exc_info())
             status = 1
-        with suppress(BaseException):
-            sys.stdout.flush()  # it may be closed, full, or None
-        os._exit(status)
+        if status or self.slot.words[TOKEN]:
+            os._exit(status)
+        self.slot.words[SINCE] = time.monotonic_ns()
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
+        self.close_loop()
+        return status
+
+    def settle_in(self) -> None:
+        """Makes a fork of the foreman a process of its own."""
+        die_with(self.foreman)
+        if not os.isatty(0):  # on a terminal, breakpoint() needs the terminal's group
+            os.setpgid(0, 0)
+        self.mend_signals()
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        os.register_at_fork(
+            before=self.hold_signals,
+            after_in_parent=self.free_signals,
+            after_in_child=self.disown,
+        )
 
     def verdict(self, code: int, note: str = "") -> None:
         self.slot.note = note
@@ -1142,27 +1538,28 @@ class Hand:
         """Settles the last run and returns the next; None if this hand is to leave."""
         while True:
             claim, last = self.exchange(last), None
+            if claim.run and self.leaving:
+                self.let_fall(claim.run, "released", "claimed by a worker that was stopping")
+                return None
+            if claim.run and (run := self.read(claim.run)):
+                return run
             if self.leaving:
-                if claim.run:
-                    release = self.queue.release(claim.run.token)
-                    self.insist(partial(self.queue.do, release), held=True)
                 return None
-            if claim.run:
-                return claim.run
-            if self.settings.burst and claim.left == 0:
-                self.verdict(DRAINED)
-                return None
-            self.idle(claim)
+            if claim.run is None:
+                if self.settings.burst and claim.left == 0:
+                    self.verdict(DRAINED)
+                    return None
+                self.idle(claim)
 
     def exchange(self, last: Settlement | None) -> Claim:
         """Settles the last run, if any, and claims the next, if not leaving: one round trip."""
         if os.getppid() != self.foreman:  # orphaned, and the kernel did not see to it
             os._exit(1)
+        words = self.slot.words
         steps = [last.step] if last else []
         if not self.leaving:
-            self.prefer = "fresh" if self.prefer == "retry" else "retry"
-            lease, after = self.settings.lease, last.token if last else ""
-            steps.append(self.queue.claim(self.name, lease, self.prefer, after))
+            steps.append(self.queue.claim(self.name, self.settings.lease))
+            words[ASKING] = time.monotonic_ns()
         try:
             replies = self.queue.do(*steps) if steps else []
             for reply in replies:
@@ -1172,18 +1569,28 @@ class Hand:
             return self.recover(last, error)
         if last:
             self.settled(last, replies.pop(0))
-        self.slot.words[PROGRESS] = time.monotonic_ns()
-        return Claim.of(replies[0]) if replies else Claim()
+        return self.took(Claim.of(replies[0], self.name)) if replies else Claim()
 
-    def settled(self, last: Settlement, word: bytes, repeated: bool = False) -> None:
+    def took(self, claim: Claim) -> Claim:
+        """Tells the foreman what was claimed: before anybody reads it."""
+        words = self.slot.words
+        if claim.run:
+            words[RELEASED], words[TOKEN] = claim.run.released, claim.run.token
+        words[ASKING], words[PROGRESS] = 0, time.monotonic_ns()
+        return claim
+
+    def settled(self, last: Settlement, answer: bytes, repeated: bool = False) -> None:
         """Says what became of a run. After a lost reply, `stale` is what success looks like."""
         self.slot.words[TOKEN] = 0
-        if word == b"ok" or repeated:
-            last.tell(self.settings, self.tombs)
+        if answer == b"ok" or repeated:
+            last.tell(self.settings)
         else:
-            log(f"run {last.token} had been taken over after its lease: its result is refused")
-            with suppress(*Fault):
-                self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
+            self.refused(last.run, "its result is refused")
+
+    def refused(self, run: Run, what: str) -> None:
+        log(f"run {run.token} had been taken over after its lease: {what}")
+        with suppress(Fault):
+            self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
 
     def recover(self, last: Settlement | None, error: Exception) -> Claim:
         """The same as exchange, one thing at a time, after a fault that hides what happened.
@@ -1192,19 +1599,110 @@ class Hand:
         handler is not run again for it. A claim whose reply was lost is found under our name.
         """
         if last:
-            [word] = self.insist(partial(self.queue.do, last.step), error, held=True)
-            self.settled(last, word, repeated=True)
+            last, answer = self.insist_on(last, error)
+            self.settled(last, answer, repeated=True)
+            return self.insist(self.find_or_claim)
         return self.insist(self.find_or_claim, error)
 
+    def insist_on(self, last: Settlement, error: Exception) -> tuple[Settlement, bytes]:
+        """Settles a run, in the form that fits if Redis answers but does not take the large one."""
+
+        refusals = 0
+
+        def settle() -> tuple[Settlement, bytes]:
+            nonlocal last, refusals
+            try:
+                [answer] = self.queue.do(last.step)
+            except redis.RedisError as fault:
+                if last.small and last.step.size > LARGE and self.answers(fault):
+                    refusals += 1
+                    if refusals > 1 or not passing(fault):  # one cut may be anybody's
+                        last = last._replace(step=last.small(), small=None)
+                        return settle()
+                raise
+            return last, answer
+
+        if not passing(error) and last.step.size > LARGE:  # settle() finds out whose fault it is
+            error = redis.ConnectionError(fault_text(error))
+        try:
+            return self.insist(settle, error, held=True)
+        except Stop:
+            log(
+                f"run {last.run.token} has ended, but Redis does not answer: its result is lost, "
+                f"and the message runs again when its lease has ended"
+            )
+            raise
+
+    def answers(self, fault: Exception) -> bool:
+        """Tells whether Redis answers others after it did not take what we sent."""
+        if isinstance(fault, redis.TimeoutError):
+            return False
+        self.queue.close()
+        try:
+            return bool(self.queue.command("PING"))
+        except Fault:
+            return False
+
     def find_or_claim(self) -> Claim:
+        """A run of ours whose claim was never answered, found again at no cost; or a new one.
+
+        Its text is fetched once the foreman knows its token.
+        """
         queue, lease = self.queue, self.settings.lease
-        for run in queue.owned(self.name):
-            if queue.do(queue.renew(lease, run.token)) == [[]]:
-                return Claim(run)
+        for token in queue.held(self.name):
+            run = Run(token, self.name, here=False)
+            if queue.do(queue.renew(lease, run.lease)) == [[]]:
+                notes = Note.read(queue.command("HGET", queue.names.notes, token) or b"")
+                now, since = queue.now_ms(), time.monotonic()
+                return self.took(Claim(run._replace(notes=notes, start_ms=now, since=since)))
         if self.leaving:
             return Claim()
         [reply] = queue.do(queue.claim(self.name, lease))
-        return Claim.of(reply)
+        return self.took(Claim.of(reply, self.name))
+
+    def read(self, run: Run) -> Run | None:
+        """Fetches the text of a claimed run if it did not come along, and sees to its notes.
+
+        A text that may be what killed those who left the notes is fetched only now, when the
+        foreman knows the token; and not at all when it has killed too many. None: it is settled.
+        """
+        if run.here:
+            return run
+        failures = unsettled(run)
+        if len(failures) >= max(self.policy.max_attempts, 2):  # the first may have been its run
+            self.settle_now(unread(self.queue, run, failures))
+            return None
+        raw = self.insist(partial(self.queue.text, run.token), held=True)
+        if raw is None:  # taken over meanwhile
+            self.slot.words[TOKEN] = 0
+            return None
+        run = run._replace(raw=raw, here=True)
+        if not failures:
+            return run
+        try:
+            settlement = conclude(self.queue, self.policy, run, Message.parse(raw), failures)
+        except Undecodable as error:
+            settlement = undecodable(self.queue, run, error)
+        except MemoryError:
+            self.let_fall(run, *UNREADABLE)
+            return None
+        self.settle_now(settlement)
+        return None
+
+    def settle_now(self, settlement: Settlement) -> None:
+        try:
+            [answer] = self.queue.do(settlement.step)
+        except Fault as error:
+            settlement, answer = self.insist_on(settlement, error)
+        self.settled(settlement, answer)
+
+    def let_fall(self, run: Run, reason: str, error: str) -> None:
+        """Gives a run back: the next hand that claims it reads the note."""
+        wait = release_wait(run.released) if reason == "released" else 0.0
+        step = self.queue.fall(reason, error, run.lease, wait=wait)
+        self.insist(partial(self.queue.do, step), held=True)
+        self.slot.words[TOKEN] = 0
+        log(f"{reason} token={run.token}: {error}")
 
     def insist(
         self, action: Callable[[], T], error: Exception | None = None, held: bool = False
@@ -1227,8 +1725,8 @@ class Hand:
             try:
                 result = action()
             except Fault as fault:
-                if self.guard == HANDLER and self.timed_out:  # the limit, taken for a socket's
-                    raise self.past_limit() from None
+                if self.guard == HANDLER and self.interruption:  # taken for a socket's timeout
+                    raise self.interruption from None
                 error = fault
             else:
                 self.slot.note = ""
@@ -1248,7 +1746,7 @@ class Hand:
             self.queue.close()
             if not passing(error):
                 raise Repair(explain(self.queue, error)) from None
-            time.sleep(draw(0, min(wait, 1.0)))  # a full Redis refuses BLMOVE, but not a claim
+            time.sleep(draw(0, min(wait, 1.0)))  # a full Redis refuses to ring, but not a claim
         finally:
             self.guard = None
 
@@ -1263,49 +1761,105 @@ class Hand:
 
     # Run ─────────────────────────────────────────────────────────────────────────────────────
 
-    def attempt(self, run: Run) -> Settlement:
-        """Runs the handler once and decides how the run ends."""
-        running = self.running = Running(self, run)
+    def attempt(self, run: Run) -> Settlement | None:
+        """Runs the handler once and decides how the run ends; None if it has been settled."""
         words = self.slot.words
-        words[SINCE], words[TOKEN] = time.monotonic_ns(), run.token
         try:
-            failure = self.call(load(run.raw), running)
-        except Undecodable:
-            failure = Failure("", fatal=True)  # settle_failure finds out the same and says it
+            body = load(run.raw)
+        except Undecodable as error:
+            return undecodable(self.queue, run, error)
+        except MemoryError:
+            self.let_fall(run, *UNREADABLE)
+            return None
+        running = self.running = Running(self, run, Message.parse(run.raw, body))
+        words[SINCE] = time.monotonic_ns()
+        failure = self.call(body, running)
         if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
             os._exit(0)
         words[SINCE], self.running = 0, None
         self.mend_signals()
         self.mend_descriptors()
+        if isinstance(self.interruption, LeaseLost):
+            words[TOKEN] = 0
+            self.refused(run, "interrupted")
+            return None
         if failure is None:
-            return Settlement(run.token, self.queue.done(run.token, *running.follow_ups))
+            return Settlement(run, self.queue.done(run, *running.follow_ups))
         if words[ORDER] == NOW:
-            step = self.queue.release(run.token)
-            return Settlement(run.token, step, f"released token={run.token}: stopped in mid-run")
-        return settle_failure(self.queue, self.settings.policy, running.run, failure, self.name)
+            self.let_fall(run, "released", "stopped in mid-run")
+            return None
+        failure = failure._replace(at_ms=run.now_ms())
+        return conclude(self.queue, self.policy, run, running.message, [failure])
 
-    def call(self, message: dict[str, Any], running: Running) -> Failure | None:
-        """Calls the handler under the time limit; a Failure if it raised, whatever it raised."""
-        limit, self.timed_out = self.settings.time_limit, False
+    def call(self, body: dict[str, Any], running: Running) -> Failure | None:
+        """Calls the handler under the time limit; a Failure if it raised, whatever it raised.
+
+        A handler that a signal of ours has interrupted has failed, whatever it made of that.
+        """
+        limit, tick = self.settings.time_limit, 0.0 if sys.platform == "linux" else TICK
+        self.interruption = None
         try:
             try:
                 self.guard, self.deadline = HANDLER, time.monotonic() + limit
-                signal.setitimer(signal.ITIMER_REAL, min(limit, TICK or limit), TICK)
+                signal.setitimer(signal.ITIMER_REAL, min(limit, tick or limit), tick)
                 extra = {"run": running} if self.takes_run else {}
-                result = self.process(message, **extra)
+                result = self.process(body, **extra)
                 if result is not None and inspect.isawaitable(result):
-                    asyncio.run(finish(result))
+                    self.finish(result)
             finally:
                 self.guard = None
                 signal.setitimer(signal.ITIMER_REAL, 0)
+            if self.interruption:
+                raise self.interruption
         except BaseException as error:
-            if self.timed_out:
-                return Failure(describe(error), "timed_out")
-            verdict = self.settings.policy.verdict(error)
+            if isinstance(self.interruption, TimeLimitExceeded):
+                limited = self.interruption.with_traceback(error.__traceback__)
+                return Failure(describe(limited), "timed_out", cause=error)
+            verdict = self.policy.verdict(error)
             if verdict.action == "give up":
-                return Failure(describe(error), "permanent", fatal=True)
-            return Failure(describe(error), not_before=verdict.not_before)
+                return Failure(describe(error), "permanent", fatal=True, cause=error)
+            return Failure(describe(error), not_before=verdict.not_before, cause=error)
         return None
+
+    def finish(self, result: Awaitable[Any]) -> None:
+        """Runs an awaitable on this hand's one event loop, to its end.
+
+        What the handler left running stays: it may be meant. It is named once in the log.
+        """
+        import asyncio
+
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+
+        async def outcome() -> Any:
+            return await result
+
+        self.task = self.loop.create_task(outcome())
+        try:
+            self.loop.run_until_complete(self.task)
+        finally:
+            self.task = None
+            for task in asyncio.all_tasks(self.loop):
+                name = getattr(task.get_coro(), "__qualname__", "?")
+                if name not in self.left_over and len(self.left_over) < 100:
+                    self.left_over.add(name)
+                    log(f"the handler has left a task running: {printable(name)}; it goes on "
+                        "while the next message runs, and is cancelled when this hand ends")
+
+    def close_loop(self) -> None:
+        """Ends the event loop as `asyncio.run` does; the foreman bounds how long that takes."""
+        if self.loop is None:
+            return
+        import asyncio
+
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        with suppress(BaseException):
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
 
     def load_handler(self) -> None:
         """Imports the handler, here in the hand, so that a new hand has the new code."""
@@ -1317,6 +1871,7 @@ class Hand:
             self.guard = IDLE  # an import may take long, and nothing runs yet
             found: Any = importlib.import_module(module)
             self.guard = None
+            example = getattr(found, "EXAMPLE", False) is True
             for part in function.split("."):
                 found = getattr(found, part)
             signature = inspect.signature(found)
@@ -1335,7 +1890,8 @@ class Hand:
             self.verdict(3, f"cannot load the handler {name}: {why}")
             raise Stop from None
         self.process: Callable[..., Any] = found
-        self.slot.words[LOADED] = 1
+        self.mend_signals()
+        self.slot.words[LOADED] = LOADED_EXAMPLE if example else LOADED_OTHER
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
 
@@ -1345,38 +1901,55 @@ class Hand:
             raise Stop
 
     def on_alarm(self, number: int, frame: FrameType | None) -> None:
-        """The time limit, the end of grace, or (where the kernel does not do it) a dead foreman."""
+        """The end of grace, a run taken over, the time limit, or a dead foreman."""
+        words = self.slot.words
         if os.getppid() != self.foreman:
             os._exit(1)
-        if self.slot.words[ORDER] == NOW:
+        if words[ORDER] == NOW:
             self.leaving = True
-            if self.guard is not None:
+            if self.guard == HANDLER:
+                self.interrupt(Stop("the worker is being stopped"))
+            elif self.guard is not None:
                 raise Stop
-        elif self.guard == HANDLER and not self.timed_out and time.monotonic() >= self.deadline:
-            self.timed_out = True
-            raise self.past_limit()
+        elif self.guard == HANDLER and self.interruption is None:
+            if words[LOST] == words[TOKEN]:
+                self.interrupt(LeaseLost("this run has been taken over"))
+            elif time.monotonic() >= self.deadline:
+                limit = f"{self.settings.time_limit:g} s"
+                self.interrupt(TimeLimitExceeded(f"ran longer than {limit}"))
 
-    def past_limit(self) -> TimeLimitExceeded:
-        return TimeLimitExceeded(f"ran longer than {self.settings.time_limit:g} s")
+    def interrupt(self, error: BaseException) -> None:
+        """Raises in the handler; a coroutine that is not running at this instant is cancelled."""
+        self.interruption = error
+        if self.task is not None and self.loop is not None:
+            from asyncio import current_task
+
+            if current_task(self.loop) is not self.task:
+                self.loop.call_soon_threadsafe(self.task.cancel)
+                return
+        raise error
 
     def mend_signals(self) -> None:
-        """Sets our signal handlers, if a handler has changed them, and hears what was missed."""
+        """Sets our signal handlers, if a handler has changed them, and hears what was missed.
+
+        And binds us to the foreman again, if a handler has changed the user: that undoes it.
+        """
         for number, ours in self.signals.items():
-            if signal.getsignal(number) is not ours:
+            if getsignal(number) != ours:
                 signal.signal(number, ours)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         self.leaving = self.leaving or self.slot.words[ORDER] != 0
+        if os.geteuid() != self.uid:
+            self.uid = os.geteuid()
+            die_with(self.foreman)
 
     def mend_descriptors(self) -> None:
         """After a handler that closed all files: settle on a new connection, then be replaced."""
-        try:
-            intact = os.fstat(self.sentinel).st_ino == self.inode
-        except OSError:
-            intact = False
-        if not intact:
+        if not self.queue.is_ours():
             fill_standard_files()
             self.queue.close()
             self.leaving = True
+            self.verdict(REPLACE, "its handler closed files that are not its own")
 
     # A child that the handler forks gets none of our signal handlers. A signal that arrives before
     # they are gone waits, and then meets the default: else `Pool.terminate` could hang for ever.
@@ -1393,8 +1966,12 @@ class Hand:
         self.free_signals()
 
 
-async def finish(result: Awaitable[Any]) -> None:
-    await result
+UNREADABLE = ("worker_died", "MemoryError: the message is too large to be read here")
+
+
+def release_wait(before: int) -> float | None:
+    """The wait (s) of a message that a stop broke off: none at first, then longer each time."""
+    return ceiling(before - 1, 1.0, RELEASE_CAP) if before else None
 
 
 def die_with(foreman: int) -> None:
@@ -1407,9 +1984,9 @@ def die_with(foreman: int) -> None:
         os._exit(1)
 
 
-# ── The foreman ───────────────────────────────────────────────────────────────────────────────
-# The parent does almost nothing, so it almost never fails. It runs no handler and imports nothing
-# that a handler needs.
+# ══ FOREMAN ═══════════════════════════════════════════════════════════════════════════════════
+# The parent does almost nothing, so it almost never fails. It touches tokens, never texts: it
+# reads nothing that a producer or a handler wrote, runs nobody's commands, imports no handler.
 
 LOOK = 0.5  # seconds between two looks at the hands
 PULSE = 10.0  # seconds between two beats at most; a third of the lease, if that is less
@@ -1431,35 +2008,46 @@ class Seat:
     name: str = ""
     timed_out: bool = False  # we killed it for that
     born: float = 0.0
-    falls: int = 0  # early deaths in a row of hands that were not running a message
+    falls: int = 0  # early ends in a row of hands that were not running a message
     next_fork: float = 0.0
     finished: bool = False
 
+    @property
+    def lease(self) -> str:
+        """The lease of what its hand holds; "" if it holds nothing."""
+        token = self.slot.words[TOKEN]
+        return f"{token} {self.name}" if token else ""
+
 
 class Orphan(NamedTuple):
-    """What a dead hand left in Redis: its runs, one of them (`token`, or 0) to be charged."""
+    """What a dead hand left in Redis: the run it had told us of, if any, and how that ended."""
 
     owner: str
     token: int
-    failure: Failure
+    reason: str
+    error: str
+    released: int
 
 
 class Foreman:
-    """The parent: forks hands, renews their leases, buries the dead, takes over expired runs."""
+    """The parent: forks hands, renews their leases, lets fall what nobody will settle."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.queue = Queue(settings.redis, settings.queue, timeout=ANSWER)
         memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
         self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
+        self.groups = not os.isatty(0)  # each hand leads a process group of its own
         self.orphans: list[Orphan] = []
-        self.watchman = Watchman(settings)
+        self.alert_at = settings.dlq_alert
         self.code = 0
         self.stopped_at = self.hurried_at = 0.0
-        self.next_beat = self.reclaim_from = 0.0
+        self.next_beat = self.fall_from = 0.0
         self.last_beat = time.monotonic()
+        self.offset: tuple[float, float] | None = None  # server's clock less ours, in bounds
         self.fault, self.faults = "", 0  # why Redis does not answer us, and how often in a row
         self.outage = 0.0  # since when people have been told
+        self.example_named = False
 
     def run(self) -> int:
         """Works until told to stop, or until --burst has drained the queue; the exit code."""
@@ -1468,6 +2056,7 @@ class Foreman:
             self.sleep()
             if self.stopped_at:
                 return self.code
+        gc.freeze()  # what a hand never changes stays shared with it
         while True:
             self.reap()
             self.fork_missing()
@@ -1475,39 +2064,34 @@ class Foreman:
                 break
             self.watch()
             self.beat()
-            self.tend()
-            self.report_outage()
+            self.report()
             self.sleep()
         self.sign_off()
         return self.code
 
     def is_over(self) -> bool:
         over = self.stopped_at or all(seat.finished for seat in self.seats)
-        return bool(over) and not any(seat.pid for seat in self.seats) and not self.watchman.busy()
+        return bool(over) and not any(seat.pid for seat in self.seats)
 
     # Signals ─────────────────────────────────────────────────────────────────────────────────
 
+    STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)  # not SIG_IGN: children inherit it
+
     def set_signals(self) -> None:
         self.wake, self.waker = os.pipe()
-        self.tomb, self.tombs = os.pipe()
-        for fd in (self.wake, self.waker, self.tomb, self.tombs):
+        for fd in (self.wake, self.waker):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        for number in (*self.STOPS, *self.IGNORED, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: None)
 
     def sleep(self) -> None:
-        """Sleeps until the next look or beat is due; a signal or a dead letter ends it."""
-        due = self.next_beat - time.monotonic()
-        seconds = max(0.0, min(LOOK, due))
-        if self.watchman.eager() and not self.faults:
-            seconds = 0.0
-        ready = select.select([self.wake, self.tomb], [], [], seconds)[0]
-        if self.tomb in ready:
-            self.watchman.note(os.read(self.tomb, 8000))
-            self.next_beat = min(self.next_beat, self.last_beat + LOOK)
-        if self.wake in ready and set(os.read(self.wake, 4096)) - {signal.SIGCHLD}:
+        """Sleeps until the next look or beat is due; a signal ends it."""
+        seconds = max(0.0, min(LOOK, self.next_beat - time.monotonic()))
+        ready = select.select([self.wake], [], [], seconds)[0]
+        if ready and not set(os.read(self.wake, 4096)).isdisjoint(self.STOPS):
             if not self.stopped_at:
                 self.stop()
             elif time.monotonic() > self.stopped_at + ONE_REQUEST:
@@ -1525,7 +2109,6 @@ class Foreman:
         if not self.hurried_at:
             self.hurried_at = time.monotonic()
             self.order(NOW, signal.SIGALRM)
-            self.watchman.hurry()
 
     def order(self, order: int, number: int) -> None:
         for seat in self.seats:
@@ -1549,61 +2132,79 @@ class Foreman:
                 continue
             if seat.pid == 0:
                 signal.set_wakeup_fd(-1)
-                for fd in (self.wake, self.waker, self.tomb):
-                    os.close(fd)
+                os.close(self.wake)
+                os.close(self.waker)
                 self.queue.close()
-                Hand(self.settings, seat.slot, foreman, self.tombs).main()
+                sys.exit(Hand(self.settings, seat.slot, foreman).main())  # and exit hooks run
             seat.name, seat.born, seat.timed_out = f"{self.settings.name}/{seat.pid}", now, False
 
     def watch(self) -> None:
         """Kills the hands that are past their limit, and all of them when the grace is over."""
-        now, grace = time.monotonic(), self.settings.grace
-        if self.stopped_at and now >= self.stopped_at + grace:
+        now, settings = time.monotonic(), self.settings
+        if self.stopped_at and now >= self.stopped_at + settings.grace:
             self.hurry()
         for seat in self.seats:
-            since = seat.slot.words[SINCE] / 1e9
-            late = since > 0 and now > since + self.settings.time_limit + grace
-            seat.timed_out = seat.timed_out or late
+            since, token = seat.slot.words[SINCE] / 1e9, seat.slot.words[TOKEN]
+            limit = settings.time_limit + settings.grace if token else settings.grace
+            late = since > 0 and now > since + limit
+            seat.timed_out = seat.timed_out or (late and token != 0)
             if seat.pid and (late or (self.hurried_at and now > self.hurried_at + HURRY)):
                 os.kill(seat.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        for seat in self.seats:
-            if seat.pid:
-                pid, status = os.waitpid(seat.pid, os.WNOHANG)
-                if pid:
+        """Sees to the dead hands; as PID 1, to everybody's orphans as well."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for seat in self.seats:
+                if seat.pid == pid:
                     seat.pid = 0
-                    self.bury_hand(seat, os.waitstatus_to_exitcode(status))
+                    self.bury_hand(seat, pid, os.waitstatus_to_exitcode(status))
 
-    def bury_hand(self, seat: Seat, code: int) -> None:
-        """Finds out why a hand ended, and what has to become of what it ran."""
+    def bury_hand(self, seat: Seat, pid: int, code: int) -> None:
+        """Finds out why a hand ended, and what has to become of what it held."""
         words, note = seat.slot.words, seat.slot.note
-        token, verdict = words[TOKEN], words[VERDICT]
-        now = time.monotonic()
-        peaceful = code == 0 and not token and bool(words[LOADED] or self.stopped_at)
-        seat.falls = 0 if peaceful or token or now > seat.born + EARLY else seat.falls + 1
-        seat.next_fork = now + (ceiling(seat.falls - 1, 0.1, 5.0) if seat.falls else 0.0)
+        token, verdict, now = words[TOKEN], words[VERDICT], time.monotonic()
+        asked = bool(words[ORDER] or verdict)
+        if code == 0 and asked and not token:
+            seat.falls = 0
+        else:
+            self.mourn(seat, pid, code)
         if seat.falls >= MOST_FALLS and not words[LOADED] and not verdict:
             verdict, note = 3, f"hands die while they load the handler {self.settings.handler()[0]}"
         if verdict == DRAINED:
             seat.finished = True
+        elif verdict == REPLACE:
+            log(f"hand {seat.name} is replaced: {note}")
         elif verdict:
             if not self.stopped_at:
                 log(note)
             self.stop(verdict)
-        if peaceful and not note:  # a note: it left while Redis was away
-            return
+        seat.next_fork = now + (ceiling(seat.falls - 1, 0.1, 5.0) if seat.falls else 0.0)
+
+    def mourn(self, seat: Seat, pid: int, code: int) -> None:
+        """A hand has died, or left unasked: what it had started ends, what it held falls."""
+        words = seat.slot.words
+        if self.groups:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
-        failure = Failure(f"WorkerDied: its process {how}", "worker_died")
+        reason, error = "worker_died", f"WorkerDied: its process {how}"
         if seat.timed_out:
             limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
-            failure = Failure(f"TimeLimitExceeded: ran longer than {limit}; killed", "timed_out")
-        asked = self.stopped_at and code in (-signal.SIGTERM, -signal.SIGINT)  # the handler's reset
-        if verdict or self.hurried_at or asked:  # not the message's fault: released
-            token = 0
+            reason, error = "timed_out", f"TimeLimitExceeded: ran longer than {limit}; killed"
+        stopped = self.stopped_at and code in (-signal.SIGTERM, -signal.SIGINT)  # it reset ours
+        if words[VERDICT] or self.hurried_at or stopped:  # not the message's fault
+            reason, error = "released", "stopped in mid-run"
         else:
             log(f"hand {seat.name} {how}")
-        self.orphans.append(Orphan(seat.name, token, failure))
+        early = not words[TOKEN] and time.monotonic() < seat.born + EARLY
+        seat.falls = seat.falls + 1 if early else 0
+        self.orphans.append(Orphan(seat.name, words[TOKEN], reason, error, words[RELEASED]))
         self.next_beat = 0.0
 
     # Redis ───────────────────────────────────────────────────────────────────────────────────
@@ -1614,7 +2215,7 @@ class Foreman:
             refusal, lines, uptime = inspect_server(self.queue)
         except Fault as error:
             self.failed(error)
-            self.report_outage()
+            self.report()
             return False
         if refusal:
             log(f"{refusal}; nothing claimed")
@@ -1624,31 +2225,28 @@ class Foreman:
             log(line)
         log(f"handler {self.settings.handler()[0]}")
         self.answered()
-        self.report_outage()
-        self.reclaim_from = time.monotonic() + max(self.settings.lease, REJOIN) - uptime
+        self.report()
+        self.fall_from = time.monotonic() + max(self.settings.lease, REJOIN) - uptime
         return True
 
     def beat(self) -> None:
-        """Renews, settles what dead hands left, takes over what has expired, notes progress."""
+        """Renews, lets fall what dead hands and dead workers left, notes progress, warns."""
         now = time.monotonic()
         if now < self.next_beat:
             return
-        queue, lease = self.queue, self.settings.lease
+        lease = self.settings.lease
         try:
-            tokens = [token for seat in self.seats if (token := seat.slot.words[TOKEN])]
-            steps = [queue.renew(lease, *tokens[i : i + 100]) for i in range(0, len(tokens), 100)]
-            *replies, dead = queue.do(*steps, queue.beat(self.progress()))
-            for reply in (*replies, dead):
-                if isinstance(reply, Exception):
-                    raise reply
-            if self.fault or now > self.last_beat + lease / 2:  # others, too, were away: they first
-                self.reclaim_from = now + max(lease, REJOIN)
+            pulse = self.renew()
+            jumped = self.clock_jumped(pulse.now_ms / 1000, now)
+            if self.fault or jumped or now > self.last_beat + lease / 2:
+                self.fall_from = now + max(lease, REJOIN)  # others, too, have to renew: they first
             while self.orphans:
-                self.settle(self.orphans[0])
+                self.let_fall(self.orphans[0])
                 self.orphans.pop(0)
-            finished = now < self.reclaim_from or self.reclaim()
-            self.forget_the_dead()
-            self.watchman.warn(queue, dead)
+            finished = now < self.fall_from or self.let_expired_fall()
+            if pulse.running != pulse.leases and (bare := self.queue.adopt(lease)):
+                log(f"{bare} running messages had no lease: they got one")
+            self.warn(pulse.dead)
         except Fault as error:
             self.failed(error)
         else:
@@ -1656,12 +2254,72 @@ class Foreman:
             self.last_beat = now
             self.next_beat = now + (min(lease / 3, PULSE) if finished else 0.0)
 
-    def tend(self) -> None:
-        if not self.faults:
-            try:
-                self.watchman.tend(self.queue)
-            except Fault as error:
-                self.failed(error)
+    def renew(self) -> Pulse:
+        """Renews the leases of what the hands hold, and of what one waits for on a slow line."""
+        queue, lease, now = self.queue, self.settings.lease, time.monotonic()
+        leases = [seat.lease for seat in self.seats if seat.pid and seat.lease]
+        for seat in self.seats:
+            asking = seat.slot.words[ASKING] / 1e9
+            if seat.pid and asking and now > asking + lease / 4:
+                leases += [f"{token} {seat.name}" for token in queue.held(seat.name)]
+        steps = [queue.renew(lease, *leases[i : i + 100]) for i in range(0, len(leases), 100)]
+        *refusals, pulse = queue.do(*steps, queue.beat(self.progress()))
+        for reply in (*refusals, pulse):
+            if isinstance(reply, Exception):
+                raise reply
+        for refused in refusals:
+            self.lost(refused)
+        return Pulse(*pulse)
+
+    def lost(self, refused: list[bytes]) -> None:
+        """Interrupts the handlers whose runs have been taken over: they work in vain."""
+        for seat in self.seats:
+            if seat.pid and seat.lease.encode() in refused:
+                seat.slot.words[LOST] = seat.slot.words[TOKEN]
+                os.kill(seat.pid, signal.SIGALRM)
+
+    def clock_jumped(self, server: float, asked: float) -> bool:
+        """Tells whether the server's clock has moved against ours by a part of a lease."""
+        before, self.offset = self.offset, (server - time.monotonic(), server - asked)
+        if before is None:
+            return False
+        gap = max(self.offset[0] - before[1], before[0] - self.offset[1])
+        return gap > self.settings.lease / 4
+
+    def let_fall(self, orphan: Orphan) -> None:
+        """What a dead hand held falls with a note; what it had only claimed, without blame."""
+        queue, token = self.queue, orphan.token
+        if token:
+            wait = release_wait(orphan.released) if orphan.reason == "released" else 0.0
+            lease = f"{token} {orphan.owner}"
+            [fallen] = queue.do(queue.fall(orphan.reason, orphan.error, lease, wait=wait))
+            if fallen:
+                log(f"run {token} falls: {orphan.error}")
+        others = [f"{token} {orphan.owner}" for token in queue.held(orphan.owner)]
+        for i in range(0, len(others), 100):
+            error = "claimed by a hand that died"
+            queue.do(queue.fall("released", error, *others[i : i + 100], wait=None))
+
+    def let_expired_fall(self) -> bool:
+        """Lets expired runs of anybody fall, for a while; False if there may be more of them."""
+        until = time.monotonic() + LOOK / 2
+        error = "WorkerDied: its lease ended without a renewal"
+        while time.monotonic() < until:
+            [fallen] = self.queue.do(self.queue.fall("worker_died", error))
+            if not fallen:
+                return True
+            first = printable(fallen[0].decode(errors="replace"))
+            log(f"{len(fallen)} runs fall: leases ended without a renewal; the first: {first}")
+        return False
+
+    def progress(self) -> dict[str, float]:
+        """Seconds since each loop of this worker last moved; a handler in its limit is moving."""
+        now, loops = time.monotonic(), {f"{self.settings.name}/foreman": 0.0}
+        for seat in self.seats:
+            words = seat.slot.words
+            age = 0.0 if words[SINCE] else now - words[PROGRESS] / 1e9
+            loops[f"{self.settings.name}/hand{seat.number}"] = age
+        return loops
 
     def answered(self) -> None:
         self.fault, self.faults, self.next_beat = "", 0, 0.0
@@ -1682,56 +2340,22 @@ class Foreman:
                 log(explain(self.queue, error))
             self.stop(2)
 
-    def settle(self, orphan: Orphan) -> None:
-        """Charges the message that a dead hand ran, and releases what it had only claimed."""
-        for run in self.queue.owned(orphan.owner):
-            if run.token == orphan.token:
-                self.charge(run, orphan.failure, orphan.owner)
-            else:
-                self.queue.do(self.queue.release(run.token))
+    # What people are told ────────────────────────────────────────────────────────────────────
 
-    def charge(self, run: Run, failure: Failure, worker: str) -> None:
-        last = settle_failure(self.queue, self.settings.policy, run, failure, worker)
-        if self.queue.do(last.step) == [b"ok"]:
-            last.tell(self.settings, self.tombs)
+    def warn(self, depth: int) -> None:
+        """Says how many dead letters there are: at the threshold and whenever they double."""
+        if depth < self.settings.dlq_alert:
+            self.alert_at = self.settings.dlq_alert
+        if depth < self.alert_at:
+            return
+        while self.alert_at <= depth:
+            self.alert_at *= 2
+        name = self.queue.names.waiting
+        where = "" if name == "q:tasks" else f"--queue {shlex.quote(name)} "
+        look = f"see python replay.py {where}--list"
+        log(f"warning: dead letters in {self.queue.names.dlq}: {depth}; {look}")
 
-    def reclaim(self) -> bool:
-        """Takes over expired runs for a fraction of a second; False if there may be more."""
-        until = time.monotonic() + LOOK / 2
-        while time.monotonic() < until:
-            [reply] = self.queue.do(self.queue.reclaim(self.settings.name, self.settings.lease))
-            run = Claim.of(reply).run
-            if run is None:
-                if reply[0] == b"drift" and (count := self.queue.adopt(self.settings.lease)):
-                    log(f"{count} running messages had no lease: they got one")
-                return True
-            failure = Failure("WorkerDied: its lease ended without a renewal", "worker_died")
-            self.charge(run, failure, run.owner)
-        return False
-
-    def progress(self) -> dict[str, float]:
-        """Seconds since each loop of this worker last moved; a handler in its limit is moving."""
-        now, loops = time.monotonic(), {f"{self.settings.name}/foreman": 0.0}
-        for seat in self.seats:
-            words = seat.slot.words
-            age = 0.0 if words[SINCE] else now - words[PROGRESS] / 1e9
-            loops[f"{self.settings.name}/hand{seat.number}"] = age
-        return loops
-
-    def forget_the_dead(self) -> None:
-        """Removes the notes of workers of this machine that have died without a goodbye."""
-        mine, here, dead = self.settings.name, host_name(), []
-        for member in self.queue.command("ZRANGE", self.queue.names.workers, 0, 99):
-            host, _, rest = member.decode("latin-1").partition(":")
-            pid = rest.partition(":")[0]
-            if host == here and re.fullmatch("[0-9]{1,9}", pid):
-                reused = int(pid) == os.getpid() and not member.startswith(mine.encode())
-                if reused or not is_running(int(pid)):
-                    dead.append(member)
-        if dead:
-            self.queue.command("ZREM", self.queue.names.workers, *dead)
-
-    def report_outage(self) -> None:
+    def report(self) -> None:
         """One line when Redis stops answering this worker, one when it answers again."""
         notes = [seat.slot.note for seat in self.seats if seat.pid and not seat.slot.words[VERDICT]]
         fault = next(filter(None, [self.fault, *notes]), "")
@@ -1742,16 +2366,20 @@ class Foreman:
         elif not fault and self.outage:
             log(f"Redis answers again, after {time.monotonic() - self.outage:.1f} s")
             self.outage = 0.0
+        loaded = [seat.slot.words[LOADED] for seat in self.seats]
+        if LOADED_EXAMPLE in loaded and not self.example_named:
+            self.example_named = True
+            log("warning: this handler is the example, it does no real work: put yours there")
 
     def sign_off(self) -> None:
-        """Settles what the last hands left, as far as Redis lets us, and removes our notes."""
+        """Lets fall what the last hands left, as far as Redis lets us, and removes our notes."""
         fault = ""
         for _ in range(0 if self.fault else 2):  # the first may be that of an old connection
             try:
                 while self.orphans:
-                    self.settle(self.orphans[0])
+                    self.let_fall(self.orphans[0])
                     self.orphans.pop(0)
-                self.watchman.warn(self.queue, self.queue.command("LLEN", self.queue.names.dlq))
+                self.warn(self.queue.command("LLEN", self.queue.names.dlq))
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
                 return
             except Fault as error:
@@ -1761,139 +2389,11 @@ class Foreman:
             log(f"leaving without Redis ({fault}): leases will end by themselves")
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return True
-
-
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-# ── Never forgotten ───────────────────────────────────────────────────────────────────────────
-
-HOOK_LIMIT = 30.0  # seconds for one run of the --on-dead-letter command
-HOOK_BACKLOG = 1000  # dead letters that may wait for it, and how deep they are looked for
-HOOK_BYTES = 50_000_000  # what is read of them at most while looking for one
-
-
-class Watchman:
-    """Warns of dead letters, and runs the --on-dead-letter command: one at a time, in the foreman.
-
-    The hands tell him the tokens of what they bury. Whatever the command does, the message is in
-    the dead letter queue already, and stays there.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.command, self.threshold = settings.on_dead_letter, settings.dlq_alert
-        self.alert_at = self.threshold
-        self.tokens: list[int] = []
-        self.running: subprocess.Popen[bytes] | None = None
-        self.kill_at = 0.0
-
-    def note(self, tokens: bytes) -> None:
-        """Takes the tokens of dead letters, 8 bytes each."""
-        if self.command:
-            each = range(0, len(tokens), 8)
-            self.tokens += [int.from_bytes(tokens[i : i + 8], "little") for i in each]
-            if (late := len(self.tokens) - HOOK_BACKLOG) > 0:
-                log(f"--on-dead-letter falls behind: not run for {late} dead letters")
-                del self.tokens[:late]
-
-    def warn(self, queue: Queue, depth: int) -> None:
-        """Says how many dead letters there are: at the threshold and whenever they double."""
-        if depth < self.threshold:
-            self.alert_at = self.threshold
-        if depth < self.alert_at:
-            return
-        while self.alert_at <= depth:
-            self.alert_at *= 2
-        age, oldest = "", queue.command("LINDEX", queue.names.dlq, -1)
-        with suppress(Undecodable):  # an entry made by hand
-            failed = date_ms(load(oldest or b"").get("failed_at"))
-            if failed is not None:
-                age = f", the oldest for {span(max(0.0, queue.now_ms() - failed) / 1000)}"
-        name = queue.names.waiting
-        where = "" if name == "q:tasks" else f"--queue {shlex.quote(name)} "
-        look = f"see python replay.py {where}--list"
-        log(f"warning: dead letters in {queue.names.dlq}: {depth}{age}; {look}")
-
-    def tend(self, queue: Queue) -> None:
-        """Looks after the command: ends it when it takes too long, starts it for the next one."""
-        if self.running and self.running.poll() is None and time.monotonic() < self.kill_at:
-            return
-        if self.running:
-            if self.running.returncode is None:
-                log(f"--on-dead-letter ran longer than {HOOK_LIMIT:g} s: killed")
-                self.kill()
-            elif self.running.returncode:
-                log(f"--on-dead-letter exited with {self.running.returncode}")
-            self.running = None
-        if self.tokens:  # one look at a time: the foreman has leases to renew
-            envelope = self.find(queue, self.tokens[0])
-            self.tokens.pop(0)
-            if envelope:
-                self.start(envelope)
-
-    def find(self, queue: Queue, token: int) -> bytes | None:
-        """Finds the envelope of a token among the newest; None if it is not there any more."""
-        start = read = 0
-        while start < HOOK_BACKLOG and read < HOOK_BYTES:
-            page = queue.command("LRANGE", queue.names.dlq, start, start + 9)
-            for envelope in page:
-                if b'"token": %d,' % token in envelope:
-                    return bytes(envelope)
-            start, read = start + 10, read + sum(map(len, page))
-            if not page:
-                break
-        return None
-
-    def start(self, envelope: bytes) -> None:
-        try:
-            with tempfile.TemporaryFile() as file:  # a pipe could make us wait for the reader
-                file.write(envelope + b"\n")
-                file.seek(0)
-                self.running = subprocess.Popen(
-                    str(self.command), shell=True, stdin=file, start_new_session=True
-                )
-            self.kill_at = time.monotonic() + HOOK_LIMIT
-        except OSError as error:
-            log(f"--on-dead-letter cannot be run: {describe(error)}")
-
-    def kill(self) -> None:
-        if self.running:
-            with suppress(ProcessLookupError):
-                os.killpg(self.running.pid, signal.SIGKILL)
-            self.running.wait()
-
-    def hurry(self) -> None:
-        self.tokens.clear()
-        self.kill()
-
-    def eager(self) -> bool:
-        return bool(self.tokens) and not self.running
-
-    def busy(self) -> bool:
-        return bool(self.running or self.tokens)
-
-
-def span(seconds: float) -> str:
-    """A duration for people: 45 s, 12 min, 3.5 h, 2.0 d."""
-    for size, unit in ((86400, "d"), (3600, "h")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds // 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
-
-
-# ── The command ───────────────────────────────────────────────────────────────────────────────
 
 
 def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
@@ -1907,24 +2407,32 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
         for section in ("server", "memory", "persistence"):
             lines = queue.command("INFO", section).decode().splitlines()
             info.update(dict(line.split(":", 1) for line in lines if ":" in line))
-    except redis.exceptions.NoPermissionError:
-        pass  # some hosts forbid INFO: then we do without
-    version = info.get("redis_version", "6.2")
-    if [int(part) for part in version.split(".")[:2]] < [6, 2]:
-        return f"Redis {version} is too old: 6.2 or newer is needed", [], 0.0
+    except redis.ResponseError as error:  # some hosts forbid INFO: then we do without
+        if passing(error):
+            raise
+    version = info.get("redis_version", "6.0")
+    if int(version.split(".")[0]) < 6:
+        return f"Redis {version} is too old: 6.0 or newer is needed", [], 0.0
     if wrong := queue.wrong_types():
         return "; ".join(wrong), [], 0.0
-    [[word, *refused]] = queue.do(Step(PROBE, ()))
-    if word != b"ok":
+    lease = queue.command("ZRANGE", queue.names.leases, 0, 0)
+    if lease and lease[0].isdigit():
+        old = f"{queue.names.running} is in the form of an earlier version"
+        return f"{old}: let that version finish what it runs, then start this one", [], 0.0
+    [[answer, *refused]] = queue.do(Step(PROBE, ()))
+    if answer != b"ok":
         command, text = (part.decode(errors="replace") for part in refused)
-        if passing(error := redis.ResponseError(text)):
-            raise error
+        if passing(refusal := redis.ResponseError(text)):
+            raise refusal
         return f"the Redis user may not run {command} in a script: {printable(text)}", [], 0.0
     probe = queue.names.probe
-    with suppress(redis.exceptions.OutOfMemoryError):  # may run, and a full Redis has to be drained
-        queue.command("BLMOVE", probe, probe, "RIGHT", "LEFT", SHORTEST)
-    queue.command("HSCAN", probe, 0)
-    queue.command("ZMSCORE", probe, "x")
+    try:
+        queue.command("BRPOPLPUSH", probe, probe, SHORTEST)
+    except redis.ResponseError as error:  # a full Redis refuses this, and has to be drained
+        if not passing(error):
+            raise
+    queue.command("HKEYS", probe)
+    queue.command("ZSCAN", probe, 0)
     product = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version", info.get("redis_version", "of unknown version"))
     lines = [f"{product} {version} at {queue.place()}, queue {queue.names.waiting}"]
@@ -1945,12 +2453,56 @@ def explain(queue: Queue, error: Exception) -> str:
             return "; ".join(wrong)
     except Fault:
         pass
+    if "CERTIFICATE" in text or "WRONG_VERSION" in text:
+        return f"Redis at {queue.place()} is not who it must be (TLS): {text}"
+    if re.search(r"CROSSSLOT|MOVED|same slot|non local key", text):
+        name = f"{{{queue.names.waiting}}}"
+        return f"a cluster cannot hold this queue in one slot: use --queue '{name}' ({text})"
     if isinstance(error, redis.AuthenticationError):
         return f"Redis refuses the login: {text}: check user and password in REDIS_URL"
     if isinstance(error, redis.exceptions.NoPermissionError):
         user = getattr(queue.connection, "username", None) or "default"
         text += f" (user {user}, keys {queue.names.waiting}*)"
     return f"Redis refuses: {text}: repair that, then start again"
+
+
+# ══ THE COMMAND ═══════════════════════════════════════════════════════════════════════════════
+
+
+class Option(NamedTuple):
+    """An option of a command: `--name`, or else an environment variable, or else the default."""
+
+    name: str
+    metavar: str  # "": a flag
+    parse: Callable[[str], Any]
+    help: str
+    default: str | None = None
+    variable: str = ""
+    beside: str = ""  # with what it goes, if not with everything
+
+
+def values_of(parser: argparse.ArgumentParser, option: Option, typed: list[str]) -> list[Any]:
+    """What was typed, or else is in the environment, or is the default: parsed, or exit code 2."""
+    source, texts = f"--{option.name}", typed
+    if not texts and option.variable in os.environ:
+        source, texts = option.variable, [os.environ[option.variable]]
+    if not texts and option.default is not None:
+        texts = [option.default]
+    values = []
+    for text in texts:
+        try:
+            values.append(option.parse(text))
+        except ValueError as error:
+            shown = "" if option.name == "redis" else f" {printable(repr(text), 60)}"
+            parser.error(f"{source}{shown}: {error}")
+    return values
+
+
+def refuse_dashes(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """`--base=--` is a mistake that argparse meets with a traceback."""
+    for arg in argv:
+        if re.fullmatch("--[a-z-]+=--", arg):
+            parser.error(f"{arg[:-3]} '--': a value is needed")
 
 
 def seconds(text: str, least: float = 0.0) -> float:
@@ -1977,10 +2529,11 @@ def key_name(text: str) -> str:
 def redis_url(text: str) -> str:
     try:
         Queue(text)
-    except Exception:  # its text may hold the password
+    except Exception as error:
+        why = "" if "@" in text else f" ({printable(str(error), 200)})"  # it may hold the password
         raise ValueError(
             "a Redis URL is needed: redis://[user:password@]host:port/db, with special characters "
-            "of the password percent-encoded"
+            f"of the password percent-encoded{why}"
         ) from None
     return text
 
@@ -1998,15 +2551,10 @@ def class_names(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def command_line(text: str) -> str:
-    if not text.strip():
-        raise ValueError("a shell command is needed")
-    return text
-
-
-def option(default: str | None, parse: Callable[[str], Any], metavar: str, help: str) -> Any:
-    """A field of Settings that `--its-name` sets, or else the variable QR_ITS_NAME."""
-    return field(metadata={"default": default, "parse": parse, "metavar": metavar, "help": help})
+def option(name: str, default: str | None, parse: Callable[[str], Any], *text: str) -> Any:
+    """A field of Settings: `--name METAVAR` sets it, or else the variable QR_NAME."""
+    variable = "REDIS_URL" if name == "redis" else "QR_" + name.upper().replace("-", "_")
+    return field(metadata={"option": Option(name, text[0], parse, text[1], default, variable)})
 
 
 @dataclass(frozen=True)
@@ -2014,40 +2562,41 @@ class Settings:
     """What the command line and the environment say. Times in seconds."""
 
     redis: str = option(
-        "redis://127.0.0.1:6379/0", redis_url, "URL",
+        "redis", "redis://127.0.0.1:6379/0", redis_url, "URL",
         "the server; better given as REDIS_URL: others can read a command line")
-    queue: str = option("q:tasks", key_name, "KEY", "the list that producers push to")
+    queue: str = option("queue", "q:tasks", key_name, "KEY", "the list that producers push to")
     process: str | None = option(
-        None, function_name, "MODULE:FUNCTION",
+        "process", None, function_name, "MODULE:FUNCTION",
         "the handler; if not given: process(msg) of taskproc.py, the one in /opt/app if that "
         "exists, else the one beside this file")
     concurrency: int = option(
-        "1", partial(count, most=1000), "N", "messages run at a time, each in its own process")
+        "concurrency", "1", partial(count, most=1000), "N",
+        "messages run at a time, each in its own process")
     lease: float = option(
-        "30", partial(seconds, least=1), "SECONDS",
+        "lease", "30", partial(seconds, least=1), "SECONDS",
         "after this long without a renewal, others take over a run")
     time_limit: float = option(
-        "600", seconds, "SECONDS",
+        "time-limit", "600", seconds, "SECONDS",
         "a handler that runs longer is interrupted, and killed a grace later")
     grace: float = option(
-        "25", seconds, "SECONDS", "what running handlers get to finish in at a stop")
-    max_attempts: int = option("5", count, "N", "failed runs after which a message is dead")
+        "grace", "25", seconds, "SECONDS", "what running handlers get to finish in at a stop")
+    max_attempts: int = option(
+        "max-attempts", "5", count, "N", "failed runs after which a message is dead")
     base: float = option(
-        "1", seconds, "SECONDS", "the most that the first retry waits; doubles each time")
-    cap: float = option("30", seconds, "SECONDS", "the most that any retry waits by the schedule")
+        "base", "1", seconds, "SECONDS", "the most that the first retry waits; doubles each time")
+    cap: float = option(
+        "cap", "30", seconds, "SECONDS", "the most that any retry waits by the schedule")
     retry_after_cap: float = option(
-        "900", seconds, "SECONDS", "the most of a Retry-After that is obeyed")
+        "retry-after-cap", "900", seconds, "SECONDS", "the most of a Retry-After that is obeyed")
     permanent: frozenset[str] | None = option(
-        None, class_names, "NAME[,NAME]", "exceptions that no retry can cure")
+        "permanent", None, class_names, "NAME[,NAME]", "exceptions that no retry can cure")
     dlq_alert: int = option(
-        "1", count, "N", "dead letters at which the log warns, and again whenever they double")
-    on_dead_letter: str | None = option(
-        None, command_line, "COMMAND",
-        "a shell command, run for each dead letter with the envelope on its stdin")
+        "dlq-alert", "1", count, "N",
+        "dead letters at which the log warns, and again whenever they double")
     burst: bool = False
     qr_dir: Path = Path()  # absolute, like app_dir: a handler may change the working directory
     app_dir: Path = Path()
-    name: str = ""  # this worker: host:pid:nonce
+    name: str = ""  # this worker: host:pid:16 random digits
 
     @property
     def policy(self) -> Policy:
@@ -2055,15 +2604,21 @@ class Settings:
         return Policy(self.max_attempts, self.base, self.cap, self.retry_after_cap, permanent)
 
     def handler(self) -> tuple[str, Path, str, str]:
-        """Where the handler is: (for people, folder for the import path, module, function)."""
+        """Where the handler is: (for people, folder for the import path, module, function).
+
+        A folder that QR_APP_DIR names is meant: then nothing else will do.
+        """
         if self.process:
             module, _, function = self.process.partition(":")
             return self.process, Path.cwd(), module, function
-        here = Path(__file__).resolve().parent
-        folder = self.app_dir if (self.app_dir / "taskproc.py").exists() else here
+        folder = self.app_dir
+        if "QR_APP_DIR" not in os.environ and not (folder / "taskproc.py").exists():
+            folder = Path(__file__).resolve().parent
         return f"{folder / 'taskproc.py'}:process", folder, "taskproc", "process"
 
 
+OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Settings) if f.metadata}
+FOLDERS = {"QR_DIR": "/root/qr", "QR_APP_DIR": "/opt/app"}
 EPILOG = """\
 examples:
   python worker.py                             work on q:tasks until stopped
@@ -2073,14 +2628,19 @@ examples:
 
 variables: QR_A_B does what --a-b does, unless that is given too; REDIS_URL is for --redis.
 QR_DIR (/root/qr): where requeue.out gets a line per retry, if that folder exists.
-QR_APP_DIR (/opt/app): where taskproc.py is looked for first.
+QR_APP_DIR (/opt/app): where taskproc.py is; if it is set, nowhere else is looked.
 
-signals: SIGTERM, SIGINT, SIGHUP: finish the running messages, then exit; a second one: now.
+signals: SIGTERM, SIGINT, SIGQUIT, SIGHUP: finish the running messages, then exit; a second one:
+now. SIGUSR1, SIGUSR2, SIGALRM: ignored.
 exit codes: 0 stopped or drained; 1 a bug; 2 a setting or Redis needs a person; 3 the handler
 cannot be loaded."""
 
 
-FOLDERS = (("qr_dir", "QR_DIR", "/root/qr"), ("app_dir", "QR_APP_DIR", "/opt/app"))
+def unknown_variables() -> str:
+    """A warning that names the variables that look like ours and are none; "" if there are none."""
+    known = {*FOLDERS, *(option.variable for option in OPTIONS.values())}
+    unknown = sorted(name for name in os.environ if name.startswith("QR_") and name not in known)
+    return f"warning: no such variable, ignored: {printable(', '.join(unknown))}" if unknown else ""
 
 
 def read_settings(argv: list[str] | None = None) -> Settings:
@@ -2095,29 +2655,24 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options = {f.name: f.metadata for f in fields(Settings) if f.metadata}
-    for name, data in options.items():
-        default = f" (default {data['default']})" if data["default"] else ""
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, metavar=data["metavar"], help=data["help"] + default)
+    for option in OPTIONS.values():
+        default = f" (default {option.default})" if option.default else ""
+        help = option.help + default
+        parser.add_argument(f"--{option.name}", metavar=option.metavar, action="append", help=help)
     parser.add_argument("--burst", action="store_true", help="exit when nothing is left to run")
-    values = vars(parser.parse_args(argv))
-    for name, data in options.items():
-        variable = "REDIS_URL" if name == "redis" else "QR_" + name.upper()
-        source, text = "--" + name.replace("_", "-"), values[name]
-        if text is None and variable in os.environ:
-            source, text = variable, os.environ[variable]
-        try:
-            text = data["default"] if text is None else text
-            values[name] = None if text is None else data["parse"](text)
-        except ValueError as error:
-            shown = "" if name == "redis" else f" {printable(repr(text), 60)}"
-            parser.error(f"{source}{shown}: {error}")
-    for name, variable, usual in FOLDERS:
+    argv = sys.argv[1:] if argv is None else argv
+    refuse_dashes(parser, argv)
+    typed = vars(parser.parse_args(argv))
+    values: dict[str, Any] = {"burst": typed["burst"]}
+    for name, option in OPTIONS.items():
+        given = values_of(parser, option, typed[name] or [])
+        values[name] = given[-1] if given else None
+    for variable, usual in FOLDERS.items():
         if not (folder := os.environ.get(variable, usual)):
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
-        values[name] = Path(folder).absolute()
-    return Settings(**values, name=f"{host_name()}:{os.getpid()}:{secrets.token_hex(2)}")
+        values[variable.removeprefix("QR_").lower()] = Path(folder).absolute()
+    values["qr_dir"] = values.pop("dir")
+    return Settings(**values, name=f"{host_name()}:{os.getpid()}:{secrets.token_hex(8)}")
 
 
 def host_name() -> str:
@@ -2128,7 +2683,11 @@ def host_name() -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     fill_standard_files()
-    return Foreman(read_settings(argv)).run()
+    STREAMS.update({fd: identity(fd) for fd in (1, 2)})
+    settings = read_settings(argv)
+    if warning := unknown_variables():
+        log(warning)
+    return Foreman(settings).run()
 
 
 if __name__ == "__main__":

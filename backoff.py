@@ -26,13 +26,15 @@ import random
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta, timezone
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 # ---- The arithmetic: how long ----------------------------------------------------------------
@@ -302,6 +304,124 @@ def asked_wait(fields: dict[str, str], status: int, now: float) -> float:
             if wait:
                 return wait if wait < 1e9 else max(0.0, wait - clock)  # a date in s since 1970
     return 0.0
+
+
+# ---- What an exception says ---------------------------------------------------------------------
+# In one line for a list, and in many for the one who repairs it. Whatever the exception does when
+# it is asked: it is somebody else's code.
+
+ERROR = 500  # characters of the line
+TRACEBACK = 8000  # bytes of the traceback
+
+
+def printable(text: str, limit: int = ERROR) -> str:
+    """One line that no terminal or log reader can misread: control characters are escaped."""
+    shown = text[: limit + 1]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+HERE, OURS = os.path.dirname(os.path.realpath(__file__)), ("backoff.py", "worker.py")
+LIBRARY = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
+INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+@lru_cache(1000)
+def author(file: str) -> str:
+    """Who wrote a file of code: "us" (and what loads a handler), "library" or "handler"."""
+    path = os.path.realpath(file)
+    ours = os.path.dirname(path) == HERE and os.path.basename(path) in OURS
+    if ours or "importlib" in file:
+        return "us"
+    library = file.startswith("<") or path.startswith(LIBRARY) or INSTALLED.search(path)
+    return "library" if library else "handler"
+
+
+def steps_of(error: BaseException) -> Iterator[tuple[TracebackType, str]]:
+    """The steps of a traceback that are not ours, from the outermost in, each with its author."""
+    step = error.__traceback__
+    while step is not None:
+        who = author(step.tb_frame.f_code.co_filename)
+        if who != "us":
+            yield step, who
+        step = step.tb_next
+
+
+def place(error: BaseException) -> str:
+    """` (file:line in function)` of the deepest step in the handler's own code, or of any."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({os.path.basename(error.filename)}:{error.lineno} in <module>)"
+    steps = list(steps_of(error))
+    own = [step for step, who in steps if who == "handler"] or [step for step, _ in steps]
+    if not own:
+        return ""
+    code = own[-1].tb_frame.f_code
+    return f" ({os.path.basename(code.co_filename)}:{own[-1].tb_lineno} in {code.co_name})"
+
+
+def said(error: BaseException, limit: int) -> str:
+    """`Type: text`, whatever the exception does when asked for its text."""
+    name = type(error).__name__ or "Exception"
+    try:
+        text = f": {error}"[: limit + 1].rstrip(": ")
+    except BaseException as why:  # the handler's own class: anything may come out of it
+        text = f": <cannot be told: {type(why).__name__}>"
+    return printable(f"{name}{text}", limit)
+
+
+def causes(error: BaseException) -> list[str]:
+    """What is behind an exception, shortened: its notes, the members of a group, its causes."""
+    behind = [f"note: {printable(str(note), 100)}" for note in getattr(error, "__notes__", ())[:3]]
+    parts = leaves(error)
+    behind += [f"{said(part, 100)}{place(part)}" for part in parts[:3]]
+    if len(parts) > 3:
+        behind.append(f"and {len(parts) - 3} more")
+    seen, cause = {id(error)}, error.__cause__ or error.__context__
+    while cause is not None and id(cause) not in seen and len(seen) < 4:
+        hidden = error.__suppress_context__ and cause is not error.__cause__
+        if not hidden:
+            behind.append(f"from {said(cause, 100)}{place(cause)}")
+        seen.add(id(cause))
+        error, cause = cause, cause.__cause__ or cause.__context__
+    return behind
+
+
+def describe(error: BaseException) -> str:
+    """`Type: text [what is behind it] (file:line in function)` in one line of at most ERROR."""
+    where, behind = "", ""
+    try:
+        where = printable(place(error), ERROR // 3)
+        if found := causes(error):
+            behind = printable(f" [{'; '.join(found)}", ERROR // 3) + "]"
+    except BaseException as why:  # a property of the handler's own class
+        behind = f" [the rest cannot be told: {type(why).__name__}]"
+    return said(error, ERROR - len(where) - len(behind)) + behind + where
+
+
+def trace(error: BaseException) -> str:
+    """The traceback, at most TRACEBACK bytes; if it is longer, own code stays. Never a local."""
+    try:
+        import traceback  # only here: it is rarely needed
+
+        def lines(own: bool) -> Iterator[str]:
+            seen: set[int] = set()
+            each: BaseException | None = error
+            while each is not None and id(each) not in seen and len(seen) < 5:
+                seen.add(id(each))
+                for step, who in steps_of(each):
+                    if who == "handler" or not own:
+                        yield from traceback.format_tb(step, 1)
+                yield f"{said(each, ERROR)}\n"
+                each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+                if each is not None:
+                    yield "caused by\n"
+
+        text = "".join(lines(False))
+        text = text if len(text.encode(errors="replace")) <= TRACEBACK else "".join(lines(True))
+        return text.encode(errors="replace")[:TRACEBACK].decode(errors="ignore")
+    except BaseException as why:
+        return f"cannot be told: {type(why).__name__}"
 
 
 # ---- The command: see the waits, and write them to files --------------------------------------

@@ -57,6 +57,7 @@ except ModuleNotFoundError:
     sys.stderr.write(f"replay: {sys.executable} has no package redis: pip install redis\n")
     sys.exit(2)
 
+from backoff import printable
 from worker import (
     OPTIONS,
     RESERVED,
@@ -64,6 +65,7 @@ from worker import (
     Option,
     Queue,
     Undecodable,
+    add_options,
     count,
     date_ms,
     explain,
@@ -73,7 +75,6 @@ from worker import (
     load,
     members,
     passing,
-    printable,
     refuse,
     refuse_dashes,
     revive,
@@ -972,7 +973,7 @@ CHOICES = (
     Option("page", "N", count, "which page of the table (default 1)", beside="list"),
     Option(
         "watch", "SECONDS", seconds,
-        "again and again until Ctrl-C (default every 2 s)", beside="status"),
+        "again and again until Ctrl-C (default every 2 s)", beside="status", alone="2"),
     Option(
         "here", "", bool,
         "only the workers of this machine: for a liveness probe", beside="health"),
@@ -985,8 +986,7 @@ CHOICES = (
     Option("crit-depth", "N", count, f"so many are critical (default {DEPTH[1]})", beside="check"),
     Option("warn-age", "AGE", age, "an oldest letter of this age is a warning", beside="check"),
     Option("crit-age", "AGE", age, "an oldest letter of this age is critical", beside="check"),
-    OPTIONS["redis"],
-    OPTIONS["queue"],
+    *(option for option in OPTIONS if option.name in ("redis", "queue")),
 )  # fmt: skip
 ID = Option("id", "ID", letter_id, "this one; the beginning of an id will do", beside=ANY)
 CONDITIONS = ("kind", "reason", "error", "older", "newer", "where")
@@ -1026,13 +1026,8 @@ def command_line() -> argparse.ArgumentParser:
         does.add_argument(f"--{name}", help=text, **takes)  # type: ignore[arg-type]
     which, others = map(parser.add_argument_group, ("which letters", "how"))
     which.add_argument("id", metavar="ID", nargs="*", help=ID.help)
-    for option in CHOICES:
-        how: dict[str, Any] = {"action": "append", "metavar": option.metavar, "default": []}
-        how |= {"nargs": "?", "const": "2"} if option.name == "watch" else {}
-        how = how if option.metavar else {"action": "store_true"}
-        text = option.help + (f" (default {option.default})" if option.default else "")
-        group = which if option.beside == ANY else others
-        group.add_argument(f"--{option.name}", help=text, **how)
+    add_options(which, [option for option in CHOICES if option.beside == ANY])
+    add_options(others, [option for option in CHOICES if option.beside != ANY])
     return parser
 
 
@@ -1043,8 +1038,7 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     asked = parser.parse_intermixed_args(argv)
     action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
     for option in (ID, *CHOICES):
-        key = option.name.replace("-", "_")
-        typed = getattr(asked, key)
+        typed = getattr(asked, option.attribute)
         if typed and option.beside and action not in option.beside.split():
             source = "ID" if option is ID else f"--{option.name}"
             parser.error(f"{source} goes with {option.beside}, not with {action}")
@@ -1052,7 +1046,7 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
             continue
         values = values_of(parser, option, typed)
         many = option.name in (*CONDITIONS, "id", "set")
-        setattr(asked, key, values if many else values[-1] if values else None)
+        setattr(asked, option.attribute, values if many else values[-1] if values else None)
     asked.conditions = [fits for name in CONDITIONS for fits in getattr(asked, name)]
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")

@@ -73,16 +73,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from backoff import Policy, ceiling, draw, leaves  # refuses a Python that is too old
+from backoff import Policy, ceiling, describe, draw, printable, trace
 
 try:
     import redis
@@ -107,7 +107,6 @@ if TYPE_CHECKING:
 # members, spliced onto the end of the object and cut out again, never re-encoded with the rest.
 
 HISTORY = 50  # failed runs remembered with a message, the newest
-ERROR = 500  # characters of an error kept
 COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can hold
 COUNTS = ("released", "replays", "earlier_attempts")
 KEPT = ("stage", "history", *COUNTS)  # what `_retry` may hold
@@ -381,14 +380,6 @@ def iso(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, timezone.utc).isoformat(timespec="milliseconds")
 
 
-def printable(text: str, limit: int = ERROR) -> str:
-    """One line that no terminal or log reader can misread: control characters are escaped."""
-    shown = text[: limit + 1]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
 def word(value: object) -> str:
     """A value as one word of a log line: bare if it is simple, else quoted."""
     if value is None:
@@ -406,9 +397,11 @@ def word(value: object) -> str:
 # Redis asks for free memory only before the first write of a script, and a removal needs none. So
 # a script that adds begins with a removal that removes nothing: a full Redis can still drain.
 
-TYPES = {
-    "waiting": "list", "next": "list", "running": "hash", "leases": "zset", "retry": "zset",
-    "notes": "hash", "dlq": "list", "stats": "hash", "fence": "string", "workers": "zset",
+KEYS = {  # role: what follows the queue's name, and the type
+    "waiting": ("", "list"), "next": (":next", "list"), "running": (":running", "hash"),
+    "leases": (":leases", "zset"), "retry": (":retry", "zset"), "notes": (":notes", "hash"),
+    "dlq": (":dlq", "list"), "stats": (":stats", "hash"), "fence": (":fence", "string"),
+    "workers": (":workers", "zset"), "probe": (":probe", "none"),
 }  # fmt: skip
 
 
@@ -420,26 +413,30 @@ class Names:
     """
 
     def __init__(self, queue: str = "q:tasks") -> None:
-        self.waiting = queue
-        self.next = queue + ":next"
-        self.running = queue + ":running"
-        self.leases = queue + ":leases"
-        self.retry = queue + ":retry"
-        self.notes = queue + ":notes"
-        self.dlq = queue + ":dlq"
-        self.stats = queue + ":stats"
-        self.fence = queue + ":fence"
-        self.workers = queue + ":workers"
-        self.probe = queue + ":probe"
+        vars(self).update({role: queue + suffix for role, (suffix, _) in KEYS.items()})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, role: str) -> str: ...
 
 
 class Script:
-    """A Lua script, its short name, and the roles of its KEYS in order."""
+    """A Lua script, its short name, and the roles of its KEYS in order.
+
+    The source knows the keys by their roles, and the server's clock: `time`, and `now` in ms.
+    """
 
     def __init__(self, name: str, keys: str, source: str) -> None:
-        self.name, self.roles, self.source = name, keys.split(), source.encode()
+        self.name, self.roles = name, keys.split()
+        clock = CLOCK if "now" in source else ""
+        self.source = f"local {', '.join(self.roles)} = unpack(KEYS)\n{clock}{source}".encode()
         self.sha = hashlib.sha1(self.source).hexdigest().encode()
 
+
+CLOCK = """\
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
 
 # claim: the oldest waiting message, or a due retry by way of the front of the line → running,
 # under the next token and a lease. Tokens are even and odd in turn; at an even one a due retry
@@ -452,14 +449,12 @@ class Script:
 # A token is the server's time in microseconds, or follows the last one if that is greater: it
 # rises even if the fence key is lost or garbage, or Redis comes back with older data.
 CLAIM = Script("claim", "running leases retry notes waiting next fence", """
-local running, leases, retry, notes, waiting, nextq, fence = unpack(KEYS)
 redis.call('ZREM', leases, '')
-local time, last = redis.call('TIME'), tonumber(redis.call('GET', fence)) or 0
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local last = tonumber(redis.call('GET', fence)) or 0
 last = last < 9e15 and math.floor(math.max(last, 0)) or 0
 local number = math.max(last + 1, time[1] * 1000000 + time[2])
 local token = string.format('%.0f', number + (number - last + 1) % 2)
-local from = redis.call('LLEN', nextq) > 0 and nextq or redis.call('LLEN', waiting) > 0 and waiting
+local from = redis.call('LLEN', next) > 0 and next or redis.call('LLEN', waiting) > 0 and waiting
 local turn, note = token % 2 == 0 or not from, ''
 local due = turn and redis.call('ZRANGEBYSCORE', retry, '-inf', now, 'LIMIT', 0, 1)[1]
 if due then
@@ -487,7 +482,6 @@ return {'run', now, token, note == '' and text or '', note}
 #   ARGV  token, owner, follow-up texts …
 #   →     ok | stale (the token is not running any more: settled or taken over)
 DONE = Script("done", "running leases notes waiting stats", """
-local running, leases, notes, waiting, stats = unpack(KEYS)
 if #ARGV > 2 then
   if redis.call('HEXISTS', running, ARGV[1]) == 0 then return 'stale' end
   redis.call('ZREM', leases, '')
@@ -506,13 +500,10 @@ return 'ok'
 #   →     ok | stale
 # The member carries the token in front: a sorted set keeps one of fifty equal texts.
 RETRY = Script("retry", "running leases notes retry stats", """
-local running, leases, notes, retry, stats = unpack(KEYS)
 local text = redis.call('HGET', running, ARGV[1])
 if not text then return 'stale' end
 redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
-local due = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
-redis.call('ZADD', retry, due, ARGV[1] .. ':' .. ARGV[4]
+redis.call('ZADD', retry, now + ARGV[3], ARGV[1] .. ':' .. ARGV[4]
   .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
 redis.call('HDEL', running, ARGV[1])
 redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
@@ -526,7 +517,6 @@ return 'ok'
 #   ARGV  token, owner, before, head (bytes), middle, tail (byte, from 1), after
 #   →     ok | stale
 BURY = Script("bury", "running leases notes dlq stats", """
-local running, leases, notes, dlq, stats = unpack(KEYS)
 local text = redis.call('HGET', running, ARGV[1])
 if not text then return 'stale' end
 redis.call('ZREM', leases, '')
@@ -545,7 +535,6 @@ return 'ok'
 #   ARGV  token, owner, before, after
 #   →     ok | stale
 BURY_UNREAD = Script("bury_unread", "running leases notes dlq stats", r"""
-local running, leases, notes, dlq, stats = unpack(KEYS)
 local text = redis.call('HGET', running, ARGV[1])
 if not text then return 'stale' end
 redis.call('ZREM', leases, '')
@@ -567,10 +556,7 @@ return 'ok'
 #         no leases: those whose deadline has passed, at most 100 and not much more than 1 MB
 #   →     the leases of the runs that fell
 FALL = Script("fall", "running leases notes retry stats", """
-local running, leases, notes, retry, stats = unpack(KEYS)
 redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local due = ARGV[2] == 'front' and 0 or now + ARGV[2]
 local these, fallen, bytes = {unpack(ARGV, 3)}, {}, 0
 if not ARGV[3] then these = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 100) end
@@ -598,16 +584,13 @@ return fallen
 #   →     the leases refused
 # The owner "-" is nobody, for what somebody found without a lease: its real owner takes it back.
 RENEW = Script("renew", "running leases", """
-local running, leases = unpack(KEYS)
 redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
-local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[1]
 local refused = {}
 for i = 2, #ARGV do
   local token = string.match(ARGV[i], '^(.*) ')
   if token and redis.call('HEXISTS', running, token) == 1 then
     redis.call('ZREM', leases, token .. ' -')
-    redis.call('ZADD', leases, deadline, ARGV[i])
+    redis.call('ZADD', leases, now + ARGV[1], ARGV[i])
   else
     refused[#refused + 1] = ARGV[i]
   end
@@ -620,13 +603,10 @@ return refused
 #   ARGV  token, owner, lease (ms), before, head (bytes), middle, tail (byte, from 1), after
 #   →     ok | stale
 CHECKPOINT = Script("checkpoint", "running leases", """
-local running, leases = unpack(KEYS)
 local text = redis.call('HGET', running, ARGV[1])
 if not text then return 'stale' end
 redis.call('ZREM', leases, '')
-local time = redis.call('TIME')
-local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
-redis.call('ZADD', leases, deadline, ARGV[1] .. ' ' .. ARGV[2])
+redis.call('ZADD', leases, now + ARGV[3], ARGV[1] .. ' ' .. ARGV[2])
 redis.call('HSET', running, ARGV[1], ARGV[4]
   .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
 return 'ok'
@@ -638,7 +618,6 @@ return 'ok'
 #         place when last seen: 1 the oldest, 2 the next …, 0 unknown; others can only lower it
 #   →     ok | gone (the envelope is not there any more)
 REPLAY = Script("replay", "dlq waiting stats", """
-local dlq, waiting, stats = unpack(KEYS)
 if redis.call('LINDEX', dlq, 0 - ARGV[4]) ~= ARGV[1] then
   local most = ARGV[3] == '-1' and ARGV[4] or 0
   local found = redis.call('LPOS', dlq, ARGV[1], 'RANK', ARGV[3], 'MAXLEN', most)
@@ -657,10 +636,7 @@ return 'ok'
 #   ARGV  age (ms), loop, age, loop …
 #   →     now (ms), messages running, leases, dead letters
 BEAT = Script("beat", "workers running leases dlq", """
-local workers, running, leases, dlq = unpack(KEYS)
 redis.call('ZREM', workers, '')
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
 for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
 redis.call('ZREMRANGEBYRANK', workers, 0, -10001)
@@ -672,18 +648,18 @@ return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.cal
 #   KEYS  probe
 #   →     ok | refused, command, error
 PROBE = Script("probe", "probe", """
-local key = KEYS[1]
 for _, command in ipairs({
-  {'DEL', key}, {'LPUSH', key, 'x'}, {'RPUSH', key, 'x'}, {'LLEN', key}, {'LINDEX', key, -1},
-  {'LPOS', key, 'x'}, {'LTRIM', key, 0, 0}, {'LREM', key, 1, 'x'}, {'HSET', key, 'x', 0},
-  {'HGET', key, 'x'}, {'HEXISTS', key, 'x'}, {'HLEN', key}, {'HINCRBY', key, 'x', 1},
-  {'HDEL', key, 'x'}, {'ZADD', key, 0, 'x'}, {'ZRANGE', key, 0, 0},
-  {'ZRANGEBYSCORE', key, 0, 0}, {'ZCARD', key},
-  {'ZREMRANGEBYSCORE', key, 1, 1}, {'ZREMRANGEBYRANK', key, 1, 1}, {'ZREM', key, 'x'},
-  {'SET', key, 0}, {'GET', key}, {'TIME'}, {'DEL', key}}) do
+  {'DEL', probe}, {'LPUSH', probe, 'x'}, {'RPUSH', probe, 'x'}, {'LLEN', probe},
+  {'LINDEX', probe, -1}, {'LPOS', probe, 'x'}, {'LTRIM', probe, 0, 0}, {'LREM', probe, 1, 'x'},
+  {'HSET', probe, 'x', 0},
+  {'HGET', probe, 'x'}, {'HEXISTS', probe, 'x'}, {'HLEN', probe}, {'HINCRBY', probe, 'x', 1},
+  {'HDEL', probe, 'x'}, {'ZADD', probe, 0, 'x'}, {'ZRANGE', probe, 0, 0},
+  {'ZRANGEBYSCORE', probe, 0, 0}, {'ZCARD', probe},
+  {'ZREMRANGEBYSCORE', probe, 1, 1}, {'ZREMRANGEBYRANK', probe, 1, 1}, {'ZREM', probe, 'x'},
+  {'SET', probe, 0}, {'GET', probe}, {'TIME'}, {'DEL', probe}}) do
   local reply = redis.pcall(unpack(command))
   if type(reply) == 'table' and reply.err then
-    redis.pcall('DEL', key)
+    redis.pcall('DEL', probe)
     return {'refused', command[1], reply.err}
   end
 end
@@ -891,7 +867,7 @@ class Queue:
         only one; alone, it is raised. A step whose script Redis has forgotten is sent again, whole:
         that one alone, the others have happened.
         """
-        replies = self.exchange([self.pack(step) for step in steps])
+        replies = self.exchange([self.pack(step) for step in steps]) if steps else []
         lost = [i for i, x in enumerate(replies) if isinstance(x, redis.exceptions.NoScriptError)]
         if lost:
             again = self.exchange([self.pack(steps[i], whole=True) for i in lost])
@@ -994,7 +970,7 @@ class Queue:
     def wrong_types(self) -> list[str]:
         """A sentence for each of our keys that holds something else than it must."""
         wrong = []
-        for role, wanted in TYPES.items():
+        for role, (_, wanted) in KEYS.items():
             key = getattr(self.names, role)
             found = self.command("TYPE", key).decode()
             if found not in (wanted, "none"):
@@ -1041,8 +1017,6 @@ def bulk(arg: bytes | str | int | float) -> bytes:
 # ══ FATE ══════════════════════════════════════════════════════════════════════════════════════
 # From what happened in a run to the step that settles it, its size, and a line for people.
 
-TRACEBACK = 8000  # bytes of a traceback kept
-
 
 class Failure(NamedTuple):
     """A failed run. `reason` is what the envelope says if the message is dead now."""
@@ -1076,68 +1050,46 @@ class Settlement(NamedTuple):
 
 
 def conclude(
-    queue: Queue, policy: Policy, run: Run, message: Message, failures: list[Failure]
+    queue: Queue, policy: Policy, run: Run, message: Message | None, failures: list[Failure]
 ) -> Settlement:
     """Charges failed runs to a message, and decides between retry and bury.
 
     One failure is the rule; several are runs that nobody had settled. Notes of runs that a stop
-    broke off go into the message's count of them.
+    broke off go into the message's count of them. Without `message` (it is no JSON object, or
+    kills who reads it) it is dead.
     """
     last = failures[-1]
-    attempts = message.attempts
+    attempts = message.attempts if message else 0
     for failure in failures:
         if not failure.fatal:
             attempts = attempts + 1
-    dead = last.fatal or attempts >= policy.max_attempts
+    dead = last.fatal or message is None or attempts >= policy.max_attempts
     wait = None if dead else round(policy.wait(attempts - 1, last.not_before), 3)
-    seen = message.first_seen_at or iso(first_ms(run))
-    kept = remember(message.kept, failures, run.released, wait)
-    facts = f"attempts={attempts} kind={word(message.kind)}"
-    small = partial(burial, queue, run, last, attempts, seen, {"history": kept["history"]})
-    if wait is not None:
-        step = queue.retry(run, wait, message.noted(attempts, seen, kept))
+    seen = (message.first_seen_at if message else None) or iso(first_ms(run))
+    kept = remember(message.kept if message else {}, failures, run.released, wait)
+    facts = f"attempts={attempts} kind={word(message.kind if message else None)}"
+    about = f"token={run.token} error={json.dumps(last.error, ensure_ascii=False)}"
+    small = partial(unread, queue, run, last, attempts, seen, kept)
+    if message and wait is not None:
         of = ceiling(attempts - 1, policy.base, policy.cap)
-        line = f"{facts} wait={wait:.3f} of={of:g} {about(run, last)}"
-        return Settlement(run, step, line, small)
+        step = queue.retry(run, wait, message.noted(attempts, seen, kept))
+        return Settlement(run, step, f"{facts} wait={wait:.3f} of={of:g} {about}", small)
+    line = f"dead {facts} reason={last.reason} {about}"
+    own = message.own if message else run.raw
     before, after = envelope(run, last, attempts, seen, kept)
-    if is_strict(message.own):
-        step = queue.bury(run, message.spliced(before, b"", after))
-    else:
-        step = queue.bury(run, Splice(before + quoted(message.own) + after))
-    line = f"dead {facts} reason={last.reason} {about(run, last)}"
-    return Settlement(run, step, line, small)
-
-
-def undecodable(queue: Queue, run: Run, error: Undecodable) -> Settlement:
-    """A message that is no JSON object is dead at once, its exact bytes kept as a string."""
-    why = Failure(printable(f"Undecodable: {error}"), "undecodable", True, at_ms=run.now_ms())
-    seen, kept = iso(first_ms(run)), remember({}, [why], run.released, None)
-    line = f"dead attempts=0 kind=- reason=undecodable {about(run, why)}"
-    small = partial(burial, queue, run, why, 0, seen, kept)
-    if len(run.raw) > LARGE:
+    if message and is_strict(own):
+        return Settlement(run, queue.bury(run, message.spliced(before, b"", after)), line, small)
+    if not run.here or len(own) > LARGE:
         return Settlement(run, small(), line)
-    before, after = envelope(run, why, 0, seen, kept)
-    return Settlement(run, queue.bury(run, Splice(before + quoted(run.raw) + after)), line, small)
+    return Settlement(run, queue.bury(run, Splice(before + quoted(own) + after)), line, small)
 
 
-def unread(queue: Queue, run: Run, failures: list[Failure]) -> Settlement:
-    """A message that has killed all who read it is buried by a script, read by nobody."""
-    last, attempts = failures[-1], len(failures)
-    kept = remember({}, failures, run.released, None)
-    step = burial(queue, run, last, attempts, iso(first_ms(run)), kept)
-    line = f"dead attempts={attempts} kind=? reason={last.reason} {about(run, last)}"
-    return Settlement(run, step, line)
-
-
-def burial(
+def unread(
     queue: Queue, run: Run, last: Failure, attempts: int, seen: str, kept: dict[str, Any]
 ) -> Step:
-    """The step that buries a message without sending it: Redis makes a string of its bytes."""
+    """The step that buries a message without sending any of it: Redis makes a string of it."""
+    kept = {name: fact for name, fact in kept.items() if name != "stage"}  # that may be large
     return queue.bury_unread(run, *envelope(run, last, attempts, seen, kept))
-
-
-def about(run: Run, last: Failure) -> str:
-    return f"token={run.token} error={json.dumps(last.error, ensure_ascii=False)}"
 
 
 def unsettled(run: Run) -> list[Failure]:
@@ -1184,109 +1136,6 @@ def envelope(
         facts["traceback"] = trace(last.cause)
     facts |= {name: kept[name] for name in KEPT if name in kept}
     return b'{"payload": ', f", {json.dumps(facts)[1:]}".encode()
-
-
-# What an exception says, in one line and in many ────────────────────────────────────────────
-
-OURS = {os.path.realpath(file) for file in (__file__, ceiling.__code__.co_filename)}
-LIBRARY = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
-INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-
-
-@lru_cache(1000)
-def author(file: str) -> str:
-    """Who wrote a file of code: "us" (and what loads a handler), "library" or "handler"."""
-    path = os.path.realpath(file)
-    if path in OURS or "importlib" in file:
-        return "us"
-    library = file.startswith("<") or path.startswith(LIBRARY) or INSTALLED.search(path)
-    return "library" if library else "handler"
-
-
-def steps_of(error: BaseException) -> Iterator[tuple[TracebackType, str]]:
-    """The steps of a traceback that are not ours, from the outermost in, each with its author."""
-    step = error.__traceback__
-    while step is not None:
-        who = author(step.tb_frame.f_code.co_filename)
-        if who != "us":
-            yield step, who
-        step = step.tb_next
-
-
-def place(error: BaseException) -> str:
-    """` (file:line in function)` of the deepest step in the handler's own code, or of any."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({os.path.basename(error.filename)}:{error.lineno} in <module>)"
-    steps = list(steps_of(error))
-    own = [step for step, who in steps if who == "handler"] or [step for step, _ in steps]
-    if not own:
-        return ""
-    code = own[-1].tb_frame.f_code
-    return f" ({os.path.basename(code.co_filename)}:{own[-1].tb_lineno} in {code.co_name})"
-
-
-def said(error: BaseException, limit: int) -> str:
-    """`Type: text`, whatever the exception does when asked for its text."""
-    name = type(error).__name__ or "Exception"
-    try:
-        text = f": {error}"[: limit + 1].rstrip(": ")
-    except BaseException as why:  # the handler's own class: anything may come out of it
-        text = f": <cannot be told: {type(why).__name__}>"
-    return printable(f"{name}{text}", limit)
-
-
-def causes(error: BaseException) -> list[str]:
-    """What is behind an exception, shortened: its notes, the members of a group, its causes."""
-    behind = [f"note: {printable(str(note), 100)}" for note in getattr(error, "__notes__", ())[:3]]
-    parts = leaves(error)
-    behind += [f"{said(part, 100)}{place(part)}" for part in parts[:3]]
-    if len(parts) > 3:
-        behind.append(f"and {len(parts) - 3} more")
-    seen, cause = {id(error)}, error.__cause__ or error.__context__
-    while cause is not None and id(cause) not in seen and len(seen) < 4:
-        hidden = error.__suppress_context__ and cause is not error.__cause__
-        if not hidden:
-            behind.append(f"from {said(cause, 100)}{place(cause)}")
-        seen.add(id(cause))
-        error, cause = cause, cause.__cause__ or cause.__context__
-    return behind
-
-
-def describe(error: BaseException) -> str:
-    """`Type: text [what is behind it] (file:line in function)` in one line of at most ERROR."""
-    where, behind = "", ""
-    try:
-        where = printable(place(error), ERROR // 3)
-        if found := causes(error):
-            behind = printable(f" [{'; '.join(found)}", ERROR // 3) + "]"
-    except BaseException as why:  # a property of the handler's own class
-        behind = f" [the rest cannot be told: {type(why).__name__}]"
-    return said(error, ERROR - len(where) - len(behind)) + behind + where
-
-
-def trace(error: BaseException) -> str:
-    """The traceback, at most TRACEBACK bytes; if it is longer, own code stays. Never a local."""
-    try:
-        import traceback
-
-        def lines(own: bool) -> Iterator[str]:
-            seen: set[int] = set()
-            each: BaseException | None = error
-            while each is not None and id(each) not in seen and len(seen) < 5:
-                seen.add(id(each))
-                for step, who in steps_of(each):
-                    if who == "handler" or not own:
-                        yield from traceback.format_tb(step, 1)
-                yield f"{said(each, ERROR)}\n"
-                each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-                if each is not None:
-                    yield "caused by\n"
-
-        text = "".join(lines(False))
-        text = text if len(text.encode(errors="replace")) <= TRACEBACK else "".join(lines(True))
-        return text.encode(errors="replace")[:TRACEBACK].decode(errors="ignore")
-    except BaseException as why:
-        return f"cannot be told: {type(why).__name__}"
 
 
 # Lines for people ───────────────────────────────────────────────────────────────────────────
@@ -1495,10 +1344,7 @@ class Hand:
         try:
             self.settle_in()
             self.load_handler()
-            run = self.next_run(None)
-            while run is not None:
-                settlement = self.attempt(run)
-                run = self.next_run(settlement)
+            self.work()
         except Stop:
             pass
         except Repair as error:
@@ -1513,6 +1359,21 @@ class Hand:
             signal.signal(number, signal.SIG_IGN)
         self.close_loop()
         return status
+
+    def work(self) -> None:
+        """The exercise's loop: claim, run, settle, until told to stop (or, with --burst, done)."""
+        last: Settlement | None = None
+        while last or not self.leaving:
+            claim = self.exchange(last)
+            last = None
+            if claim.run and self.leaving:
+                self.let_fall(claim.run, "released", "claimed by a worker that was stopping")
+            elif claim.run:
+                last = self.attempt(claim.run)
+            elif self.settings.burst and claim.left == 0:
+                return self.verdict(DRAINED)
+            elif not self.leaving:
+                self.idle(claim)
 
     def settle_in(self) -> None:
         """Makes a fork of the foreman a process of its own."""
@@ -1534,39 +1395,30 @@ class Hand:
 
     # Claim and settle ────────────────────────────────────────────────────────────────────────
 
-    def next_run(self, last: Settlement | None) -> Run | None:
-        """Settles the last run and returns the next; None if this hand is to leave."""
-        while True:
-            claim, last = self.exchange(last), None
-            if claim.run and self.leaving:
-                self.let_fall(claim.run, "released", "claimed by a worker that was stopping")
-                return None
-            if claim.run and (run := self.read(claim.run)):
-                return run
-            if self.leaving:
-                return None
-            if claim.run is None:
-                if self.settings.burst and claim.left == 0:
-                    self.verdict(DRAINED)
-                    return None
-                self.idle(claim)
-
     def exchange(self, last: Settlement | None) -> Claim:
-        """Settles the last run, if any, and claims the next, if not leaving: one round trip."""
+        """Settles the last run, if any, and claims the next, if not leaving: one round trip.
+
+        After a fault that hides what happened, one thing at a time: the settlement is repeated
+        until Redis answers (the handler is not run again for that), and a claim whose reply was
+        lost is found under our name.
+        """
         if os.getppid() != self.foreman:  # orphaned, and the kernel did not see to it
             os._exit(1)
-        words = self.slot.words
         steps = [last.step] if last else []
         if not self.leaving:
             steps.append(self.queue.claim(self.name, self.settings.lease))
-            words[ASKING] = time.monotonic_ns()
+            self.slot.words[ASKING] = time.monotonic_ns()
         try:
-            replies = self.queue.do(*steps) if steps else []
+            replies = self.queue.do(*steps)
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
         except Fault as error:
-            return self.recover(last, error)
+            if last is None:
+                return self.insist(self.find_or_claim, error)
+            last, answer = self.insist_on(last, error)
+            self.settled(last, answer, repeated=True)
+            return self.insist(self.find_or_claim)
         if last:
             self.settled(last, replies.pop(0))
         return self.took(Claim.of(replies[0], self.name)) if replies else Claim()
@@ -1592,21 +1444,8 @@ class Hand:
         with suppress(Fault):
             self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
 
-    def recover(self, last: Settlement | None, error: Exception) -> Claim:
-        """The same as exchange, one thing at a time, after a fault that hides what happened.
-
-        The settlement is repeated until Redis answers: the handler's result is kept, and the
-        handler is not run again for it. A claim whose reply was lost is found under our name.
-        """
-        if last:
-            last, answer = self.insist_on(last, error)
-            self.settled(last, answer, repeated=True)
-            return self.insist(self.find_or_claim)
-        return self.insist(self.find_or_claim, error)
-
     def insist_on(self, last: Settlement, error: Exception) -> tuple[Settlement, bytes]:
         """Settles a run, in the form that fits if Redis answers but does not take the large one."""
-
         refusals = 0
 
         def settle() -> tuple[Settlement, bytes]:
@@ -1659,42 +1498,6 @@ class Hand:
             return Claim()
         [reply] = queue.do(queue.claim(self.name, lease))
         return self.took(Claim.of(reply, self.name))
-
-    def read(self, run: Run) -> Run | None:
-        """Fetches the text of a claimed run if it did not come along, and sees to its notes.
-
-        A text that may be what killed those who left the notes is fetched only now, when the
-        foreman knows the token; and not at all when it has killed too many. None: it is settled.
-        """
-        if run.here:
-            return run
-        failures = unsettled(run)
-        if len(failures) >= max(self.policy.max_attempts, 2):  # the first may have been its run
-            self.settle_now(unread(self.queue, run, failures))
-            return None
-        raw = self.insist(partial(self.queue.text, run.token), held=True)
-        if raw is None:  # taken over meanwhile
-            self.slot.words[TOKEN] = 0
-            return None
-        run = run._replace(raw=raw, here=True)
-        if not failures:
-            return run
-        try:
-            settlement = conclude(self.queue, self.policy, run, Message.parse(raw), failures)
-        except Undecodable as error:
-            settlement = undecodable(self.queue, run, error)
-        except MemoryError:
-            self.let_fall(run, *UNREADABLE)
-            return None
-        self.settle_now(settlement)
-        return None
-
-    def settle_now(self, settlement: Settlement) -> None:
-        try:
-            [answer] = self.queue.do(settlement.step)
-        except Fault as error:
-            settlement, answer = self.insist_on(settlement, error)
-        self.settled(settlement, answer)
 
     def let_fall(self, run: Run, reason: str, error: str) -> None:
         """Gives a run back: the next hand that claims it reads the note."""
@@ -1762,16 +1565,35 @@ class Hand:
     # Run ─────────────────────────────────────────────────────────────────────────────────────
 
     def attempt(self, run: Run) -> Settlement | None:
-        """Runs the handler once and decides how the run ends; None if it has been settled."""
-        words = self.slot.words
+        """Runs the handler and decides how the run ends; None if there is nothing to settle.
+
+        A claimed message that has notes is charged the failed runs that they speak of, and not run.
+        Its text may be what killed those who left them: it is fetched only now, when the foreman
+        knows the token, and not at all when it has killed too many.
+        """
+        queue, policy, words = self.queue, self.policy, self.slot.words
+        failures = unsettled(run)
+        if len(failures) >= max(policy.max_attempts, 2):  # the first may have been of its run
+            return conclude(queue, policy, run, None, failures)
+        if not run.here:
+            text = self.insist(partial(queue.text, run.token), held=True)
+            if text is None:  # taken over meanwhile
+                words[TOKEN] = 0
+                return None
+            run = run._replace(raw=text, here=True)
         try:
             body = load(run.raw)
+            message = Message.parse(run.raw, body)
         except Undecodable as error:
-            return undecodable(self.queue, run, error)
+            why = printable(f"Undecodable: {error}")
+            failures = [Failure(why, "undecodable", fatal=True, at_ms=run.now_ms())]
+            return conclude(queue, policy, run, None, failures)
         except MemoryError:
-            self.let_fall(run, *UNREADABLE)
+            self.let_fall(run, "worker_died", "MemoryError: the message is too large for a hand")
             return None
-        running = self.running = Running(self, run, Message.parse(run.raw, body))
+        if failures:
+            return conclude(queue, policy, run, message, failures)
+        running = self.running = Running(self, run, message)
         words[SINCE] = time.monotonic_ns()
         failure = self.call(body, running)
         if os.getpid() != self.pid:  # the handler forked, and this is the child coming back
@@ -1784,12 +1606,12 @@ class Hand:
             self.refused(run, "interrupted")
             return None
         if failure is None:
-            return Settlement(run, self.queue.done(run, *running.follow_ups))
+            return Settlement(run, queue.done(run, *running.follow_ups))
         if words[ORDER] == NOW:
             self.let_fall(run, "released", "stopped in mid-run")
             return None
-        failure = failure._replace(at_ms=run.now_ms())
-        return conclude(self.queue, self.policy, run, running.message, [failure])
+        failures = [failure._replace(at_ms=run.now_ms())]
+        return conclude(queue, policy, run, running.message, failures)
 
     def call(self, body: dict[str, Any], running: Running) -> Failure | None:
         """Calls the handler under the time limit; a Failure if it raised, whatever it raised.
@@ -1966,9 +1788,6 @@ class Hand:
         self.free_signals()
 
 
-UNREADABLE = ("worker_died", "MemoryError: the message is too large to be read here")
-
-
 def release_wait(before: int) -> float | None:
     """The wait (s) of a message that a stop broke off: none at first, then longer each time."""
     return ceiling(before - 1, 1.0, RELEASE_CAP) if before else None
@@ -2019,16 +1838,6 @@ class Seat:
         return f"{token} {self.name}" if token else ""
 
 
-class Orphan(NamedTuple):
-    """What a dead hand left in Redis: the run it had told us of, if any, and how that ended."""
-
-    owner: str
-    token: int
-    reason: str
-    error: str
-    released: int
-
-
 class Foreman:
     """The parent: forks hands, renews their leases, lets fall what nobody will settle."""
 
@@ -2038,7 +1847,7 @@ class Foreman:
         memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
         self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
         self.groups = not os.isatty(0)  # each hand leads a process group of its own
-        self.orphans: list[Orphan] = []
+        self.orphans: list[tuple[str, Step | None]] = []  # dead hands, and their run's fall
         self.alert_at = settings.dlq_alert
         self.code = 0
         self.stopped_at = self.hurried_at = 0.0
@@ -2193,6 +2002,7 @@ class Foreman:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
+        run = f" in run {words[TOKEN]}" if words[TOKEN] else ""
         reason, error = "worker_died", f"WorkerDied: its process {how}"
         if seat.timed_out:
             limit = f"{self.settings.time_limit:g} s and {self.settings.grace:g} s of grace"
@@ -2201,10 +2011,12 @@ class Foreman:
         if words[VERDICT] or self.hurried_at or stopped:  # not the message's fault
             reason, error = "released", "stopped in mid-run"
         else:
-            log(f"hand {seat.name} {how}")
+            log(f"hand {seat.name} {how}{run}")
         early = not words[TOKEN] and time.monotonic() < seat.born + EARLY
         seat.falls = seat.falls + 1 if early else 0
-        self.orphans.append(Orphan(seat.name, words[TOKEN], reason, error, words[RELEASED]))
+        wait = release_wait(words[RELEASED]) if reason == "released" else 0.0
+        fall = self.queue.fall(reason, error, seat.lease, wait=wait) if seat.lease else None
+        self.orphans.append((seat.name, fall))
         self.next_beat = 0.0
 
     # Redis ───────────────────────────────────────────────────────────────────────────────────
@@ -2241,7 +2053,7 @@ class Foreman:
             if self.fault or jumped or now > self.last_beat + lease / 2:
                 self.fall_from = now + max(lease, REJOIN)  # others, too, have to renew: they first
             while self.orphans:
-                self.let_fall(self.orphans[0])
+                self.let_fall(*self.orphans[0])
                 self.orphans.pop(0)
             finished = now < self.fall_from or self.let_expired_fall()
             if pulse.running != pulse.leases and (bare := self.queue.adopt(lease)):
@@ -2286,19 +2098,15 @@ class Foreman:
         gap = max(self.offset[0] - before[1], before[0] - self.offset[1])
         return gap > self.settings.lease / 4
 
-    def let_fall(self, orphan: Orphan) -> None:
-        """What a dead hand held falls with a note; what it had only claimed, without blame."""
-        queue, token = self.queue, orphan.token
-        if token:
-            wait = release_wait(orphan.released) if orphan.reason == "released" else 0.0
-            lease = f"{token} {orphan.owner}"
-            [fallen] = queue.do(queue.fall(orphan.reason, orphan.error, lease, wait=wait))
-            if fallen:
-                log(f"run {token} falls: {orphan.error}")
-        others = [f"{token} {orphan.owner}" for token in queue.held(orphan.owner)]
-        for i in range(0, len(others), 100):
+    def let_fall(self, owner: str, fall: Step | None) -> None:
+        """What a dead hand held falls with its note; what it had only claimed, without blame."""
+        queue = self.queue
+        if fall:
+            queue.do(fall)
+        claimed = [f"{token} {owner}" for token in queue.held(owner)]
+        for i in range(0, len(claimed), 100):
             error = "claimed by a hand that died"
-            queue.do(queue.fall("released", error, *others[i : i + 100], wait=None))
+            queue.do(queue.fall("released", error, *claimed[i : i + 100], wait=None))
 
     def let_expired_fall(self) -> bool:
         """Lets expired runs of anybody fall, for a while; False if there may be more of them."""
@@ -2377,7 +2185,7 @@ class Foreman:
         for _ in range(0 if self.fault else 2):  # the first may be that of an old connection
             try:
                 while self.orphans:
-                    self.let_fall(self.orphans[0])
+                    self.let_fall(*self.orphans[0])
                     self.orphans.pop(0)
                 self.warn(self.queue.command("LLEN", self.queue.names.dlq))
                 self.queue.command("ZREM", self.queue.names.workers, *self.progress())
@@ -2469,16 +2277,38 @@ def explain(queue: Queue, error: Exception) -> str:
 # ══ THE COMMAND ═══════════════════════════════════════════════════════════════════════════════
 
 
-class Option(NamedTuple):
-    """An option of a command: `--name`, or else an environment variable, or else the default."""
+@dataclass(frozen=True)
+class Option:
+    """An option of a command: `--name`, or else a variable, QR_NAME, or else the default."""
 
     name: str
     metavar: str  # "": a flag
     parse: Callable[[str], Any]
     help: str
     default: str | None = None
-    variable: str = ""
+    own_variable: str = ""
     beside: str = ""  # with what it goes, if not with everything
+    alone: str | None = None  # what it means without a value; None: it needs one
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return self.own_variable or f"QR_{self.attribute.upper()}"
+
+
+def add_options(group: Any, options: Iterable[Option]) -> None:
+    """Lets a parser collect what was typed, as a list of texts: `values_of` says what it means."""
+    for option in options:
+        how: dict[str, Any] = {"action": "store_true"}
+        if option.metavar:
+            how = {"action": "append", "metavar": option.metavar, "default": []}
+        if option.alone:
+            how |= {"nargs": "?", "const": option.alone}
+        default = f" (default {option.default})" if option.default else ""
+        group.add_argument(f"--{option.name}", help=option.help + default, **how)
 
 
 def values_of(parser: argparse.ArgumentParser, option: Option, typed: list[str]) -> list[Any]:
@@ -2551,52 +2381,52 @@ def class_names(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def option(name: str, default: str | None, parse: Callable[[str], Any], *text: str) -> Any:
-    """A field of Settings: `--name METAVAR` sets it, or else the variable QR_NAME."""
-    variable = "REDIS_URL" if name == "redis" else "QR_" + name.upper().replace("-", "_")
-    return field(metadata={"option": Option(name, text[0], parse, text[1], default, variable)})
+OPTIONS = (
+    Option("redis", "URL", redis_url, "the server; better given as REDIS_URL: others can read a "
+           "command line", "redis://127.0.0.1:6379/0", "REDIS_URL"),
+    Option("queue", "KEY", key_name, "the list that producers push to", "q:tasks"),
+    Option("process", "MODULE:FUNCTION", function_name, "the handler; if not given: process(msg) "
+           "of taskproc.py, the one in /opt/app if that exists, else the one beside this file"),
+    Option("concurrency", "N", partial(count, most=1000),
+           "messages run at a time, each in its own process", "1"),
+    Option("lease", "SECONDS", partial(seconds, least=1),
+           "after this long without a renewal, others take over a run", "30"),
+    Option("time-limit", "SECONDS", seconds,
+           "a handler that runs longer is interrupted, and killed a grace later", "600"),
+    Option("grace", "SECONDS", seconds, "what running handlers get to finish in at a stop", "25"),
+    Option("max-attempts", "N", count, "failed runs after which a message is dead", "5"),
+    Option("base", "SECONDS", seconds,
+           "the most that the first retry waits; doubles each time", "1"),
+    Option("cap", "SECONDS", seconds, "the most that any retry waits by the schedule", "30"),
+    Option("retry-after-cap", "SECONDS", seconds,
+           "the most of a Retry-After that is obeyed", "900"),
+    Option("permanent", "NAME[,NAME]", class_names, "exceptions that no retry can cure"),
+    Option("dlq-alert", "N", count,
+           "dead letters at which the log warns, and again whenever they double", "1"),
+    Option("burst", "", bool, "exit when nothing is left to run"),
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the command line and the environment say. Times in seconds."""
+class Settings(argparse.Namespace):
+    """What the command line and the environment say: the options above, and these. In seconds."""
 
-    redis: str = option(
-        "redis", "redis://127.0.0.1:6379/0", redis_url, "URL",
-        "the server; better given as REDIS_URL: others can read a command line")
-    queue: str = option("queue", "q:tasks", key_name, "KEY", "the list that producers push to")
-    process: str | None = option(
-        "process", None, function_name, "MODULE:FUNCTION",
-        "the handler; if not given: process(msg) of taskproc.py, the one in /opt/app if that "
-        "exists, else the one beside this file")
-    concurrency: int = option(
-        "concurrency", "1", partial(count, most=1000), "N",
-        "messages run at a time, each in its own process")
-    lease: float = option(
-        "lease", "30", partial(seconds, least=1), "SECONDS",
-        "after this long without a renewal, others take over a run")
-    time_limit: float = option(
-        "time-limit", "600", seconds, "SECONDS",
-        "a handler that runs longer is interrupted, and killed a grace later")
-    grace: float = option(
-        "grace", "25", seconds, "SECONDS", "what running handlers get to finish in at a stop")
-    max_attempts: int = option(
-        "max-attempts", "5", count, "N", "failed runs after which a message is dead")
-    base: float = option(
-        "base", "1", seconds, "SECONDS", "the most that the first retry waits; doubles each time")
-    cap: float = option(
-        "cap", "30", seconds, "SECONDS", "the most that any retry waits by the schedule")
-    retry_after_cap: float = option(
-        "retry-after-cap", "900", seconds, "SECONDS", "the most of a Retry-After that is obeyed")
-    permanent: frozenset[str] | None = option(
-        "permanent", None, class_names, "NAME[,NAME]", "exceptions that no retry can cure")
-    dlq_alert: int = option(
-        "dlq-alert", "1", count, "N",
-        "dead letters at which the log warns, and again whenever they double")
-    burst: bool = False
-    qr_dir: Path = Path()  # absolute, like app_dir: a handler may change the working directory
-    app_dir: Path = Path()
-    name: str = ""  # this worker: host:pid:16 random digits
+    redis: str
+    queue: str
+    process: str | None
+    concurrency: int
+    lease: float
+    time_limit: float
+    grace: float
+    max_attempts: int
+    base: float
+    cap: float
+    retry_after_cap: float
+    permanent: frozenset[str] | None
+    dlq_alert: int
+    burst: bool
+    qr_dir: Path  # absolute, like app_dir: a handler may change the working directory
+    app_dir: Path
+    name: str  # this worker: host:pid:16 random digits
 
     @property
     def policy(self) -> Policy:
@@ -2617,8 +2447,7 @@ class Settings:
         return f"{folder / 'taskproc.py'}:process", folder, "taskproc", "process"
 
 
-OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Settings) if f.metadata}
-FOLDERS = {"QR_DIR": "/root/qr", "QR_APP_DIR": "/opt/app"}
+FOLDERS = {"qr_dir": ("QR_DIR", "/root/qr"), "app_dir": ("QR_APP_DIR", "/opt/app")}
 EPILOG = """\
 examples:
   python worker.py                             work on q:tasks until stopped
@@ -2638,7 +2467,7 @@ cannot be loaded."""
 
 def unknown_variables() -> str:
     """A warning that names the variables that look like ours and are none; "" if there are none."""
-    known = {*FOLDERS, *(option.variable for option in OPTIONS.values())}
+    known = {option.variable for option in OPTIONS} | {name for name, _ in FOLDERS.values()}
     unknown = sorted(name for name in os.environ if name.startswith("QR_") and name not in known)
     return f"warning: no such variable, ignored: {printable(', '.join(unknown))}" if unknown else ""
 
@@ -2655,24 +2484,20 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for option in OPTIONS.values():
-        default = f" (default {option.default})" if option.default else ""
-        help = option.help + default
-        parser.add_argument(f"--{option.name}", metavar=option.metavar, action="append", help=help)
-    parser.add_argument("--burst", action="store_true", help="exit when nothing is left to run")
+    add_options(parser, OPTIONS)
     argv = sys.argv[1:] if argv is None else argv
     refuse_dashes(parser, argv)
-    typed = vars(parser.parse_args(argv))
-    values: dict[str, Any] = {"burst": typed["burst"]}
-    for name, option in OPTIONS.items():
-        given = values_of(parser, option, typed[name] or [])
-        values[name] = given[-1] if given else None
-    for variable, usual in FOLDERS.items():
+    settings = parser.parse_args(argv, Settings())
+    for option in OPTIONS:
+        if option.metavar:
+            values = values_of(parser, option, getattr(settings, option.attribute))
+            setattr(settings, option.attribute, values[-1] if values else None)
+    for attribute, (variable, usual) in FOLDERS.items():
         if not (folder := os.environ.get(variable, usual)):
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
-        values[variable.removeprefix("QR_").lower()] = Path(folder).absolute()
-    values["qr_dir"] = values.pop("dir")
-    return Settings(**values, name=f"{host_name()}:{os.getpid()}:{secrets.token_hex(8)}")
+        setattr(settings, attribute, Path(folder).absolute())
+    settings.name = f"{host_name()}:{os.getpid()}:{secrets.token_hex(8)}"
+    return settings
 
 
 def host_name() -> str:

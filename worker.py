@@ -20,6 +20,7 @@ The life of a message; the place is the state:
   done       q:tasks:stats     hash    counters
              q:tasks:fence     string  the last fencing token
              q:tasks:workers   zset    loop of a worker → last progress (ms); health only
+             q:tasks:pause     string  while it is there, nothing is claimed
 
 The promise: from the moment Redis has accepted the LPUSH, a message is in exactly one of
 waiting, running, retrying and dead, whoever is killed and when. It runs at least once; it is not
@@ -401,7 +402,7 @@ KEYS = {  # role: what follows the queue's name, and the type
     "waiting": ("", "list"), "next": (":next", "list"), "running": (":running", "hash"),
     "leases": (":leases", "zset"), "retry": (":retry", "zset"), "notes": (":notes", "hash"),
     "dlq": (":dlq", "list"), "stats": (":stats", "hash"), "fence": (":fence", "string"),
-    "workers": (":workers", "zset"), "probe": (":probe", "none"),
+    "workers": (":workers", "zset"), "pause": (":pause", "string"), "probe": (":probe", "none"),
 }  # fmt: skip
 
 
@@ -441,14 +442,16 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 # claim: the oldest waiting message, or a due retry by way of the front of the line → running,
 # under the next token and a lease. Tokens are even and odd in turn; at an even one a due retry
 # goes first, so fresh messages and retries both get every second claim while there are both.
-#   KEYS  running leases retry notes waiting next fence
+#   KEYS  running leases retry notes waiting next fence pause
 #   ARGV  owner, lease (ms)
-#   →     run, now (ms), token, text, notes ("": none; if there are any, the text is left out: who
+#   →     paused (until the key is gone)
+#         run, now (ms), token, text, notes ("": none; if there are any, the text is left out: who
 #             reads it must have told its foreman first)
 #         idle, ms until the next retry is due or -1, messages running or retrying
 # A token is the server's time in microseconds, or follows the last one if that is greater: it
 # rises even if the fence key is lost or garbage, or Redis comes back with older data.
-CLAIM = Script("claim", "running leases retry notes waiting next fence", """
+CLAIM = Script("claim", "running leases retry notes waiting next fence pause", """
+if redis.call('EXISTS', pause) == 1 then return {'paused'} end
 redis.call('ZREM', leases, '')
 local last = tonumber(redis.call('GET', fence)) or 0
 last = last < 9e15 and math.floor(math.max(last, 0)) or 0
@@ -632,15 +635,16 @@ return 'ok'
 
 # beat: not a transition. Notes when each loop of a worker last made progress, and drops those of
 # workers that have been silent for a day.
-#   KEYS  workers running leases dlq
+#   KEYS  workers running leases dlq pause
 #   ARGV  age (ms), loop, age, loop …
-#   →     now (ms), messages running, leases, dead letters
-BEAT = Script("beat", "workers running leases dlq", """
+#   →     now (ms), messages running, leases, dead letters, paused (0 or 1)
+BEAT = Script("beat", "workers running leases dlq pause", """
 redis.call('ZREM', workers, '')
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
 for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
 redis.call('ZREMRANGEBYRANK', workers, 0, -10001)
-return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.call('LLEN', dlq)}
+return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.call('LLEN', dlq),
+  redis.call('EXISTS', pause)}
 """)  # fmt: skip
 
 # probe: not a transition. Tries every command that the scripts use on a key of its own, so that a
@@ -656,7 +660,7 @@ for _, command in ipairs({
   {'HDEL', probe, 'x'}, {'ZADD', probe, 0, 'x'}, {'ZRANGE', probe, 0, 0},
   {'ZRANGEBYSCORE', probe, 0, 0}, {'ZCARD', probe},
   {'ZREMRANGEBYSCORE', probe, 1, 1}, {'ZREMRANGEBYRANK', probe, 1, 1}, {'ZREM', probe, 'x'},
-  {'SET', probe, 0}, {'GET', probe}, {'TIME'}, {'DEL', probe}}) do
+  {'SET', probe, 0}, {'GET', probe}, {'EXISTS', probe}, {'TIME'}, {'DEL', probe}}) do
   local reply = redis.pcall(unpack(command))
   if type(reply) == 'table' and reply.err then
     redis.pcall('DEL', probe)
@@ -760,10 +764,13 @@ class Claim(NamedTuple):
     run: Run | None = None
     wait_ms: int = -1
     left: int = 1  # messages running or retrying
+    paused: bool = False
 
     @classmethod
     def of(cls, reply: list[Any], owner: str) -> Claim:
         """Reads the reply of a claim."""
+        if reply[0] == b"paused":
+            return cls(paused=True)
         if reply[0] == b"idle":
             return cls(None, int(reply[1]), int(reply[2]))
         _, now, token, raw, notes = reply
@@ -778,9 +785,11 @@ class Pulse(NamedTuple):
     running: int
     leases: int
     dead: int
+    paused: int
 
 
 BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
+PAUSE = 1.0  # seconds between two looks whether a pause is over
 SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
 SLOWEST = 100_000  # bytes a second; what is sent gets the time that it needs at this speed
 
@@ -1372,6 +1381,8 @@ class Hand:
                 last = self.attempt(claim.run)
             elif self.settings.burst and claim.left == 0:
                 return self.verdict(DRAINED)
+            elif claim.paused:
+                self.nap(PAUSE, IDLE)
             elif not self.leaving:
                 self.idle(claim)
 
@@ -1856,7 +1867,7 @@ class Foreman:
         self.offset: tuple[float, float] | None = None  # server's clock less ours, in bounds
         self.fault, self.faults = "", 0  # why Redis does not answer us, and how often in a row
         self.outage = 0.0  # since when people have been told
-        self.example_named = False
+        self.example_named = self.paused = False
 
     def run(self) -> int:
         """Works until told to stop, or until --burst has drained the queue; the exit code."""
@@ -2059,6 +2070,9 @@ class Foreman:
             if pulse.running != pulse.leases and (bare := self.queue.adopt(lease)):
                 log(f"{bare} running messages had no lease: they got one")
             self.warn(pulse.dead)
+            if self.paused != bool(pulse.paused):
+                self.paused = bool(pulse.paused)
+                log("paused, until python replay.py --resume" if self.paused else "resumed")
         except Fault as error:
             self.failed(error)
         else:

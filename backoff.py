@@ -136,6 +136,8 @@ class Policy:
         if named := self.permanent & names(exc):
             return Verdict("give up", f"{min(named)} is on the list of permanent errors")
 
+        if type(exc).__module__ == "builtins" and not (vars(exc) or hasattr(exc, "exceptions")):
+            return Verdict("retry", kind(exc))  # bare: there is nothing more to read
         status = http_status(exc)
         wait = asked_wait(headers(exc), status, now)
         hopeless = why_hopeless(exc, status, wait)
@@ -203,7 +205,7 @@ def peek(thing: object, path: str) -> Any:
     """What lies at a dotted path of attributes or dict members; None if it cannot be had."""
     try:
         for name in path.split("."):
-            thing = thing.get(name) if isinstance(thing, dict) else getattr(thing, name)
+            thing = thing.get(name) if isinstance(thing, dict) else getattr(thing, name, None)
         return thing
     except BaseException:  # an attribute can be code, and code can raise anything
         return None
@@ -214,13 +216,19 @@ def kind(exc: BaseException) -> str:
     return ascii(type(exc).__name__)[1:-1][:80] or "an exception without a name"
 
 
-def names(exc: BaseException) -> set[str]:
+def names(exc: BaseException) -> frozenset[str]:
     """All names a person may use for an exception's class and its parents."""
+    kind: Any = type(exc)
+    return names_of(kind)
+
+
+@lru_cache(1000)
+def names_of(kind: Any) -> frozenset[str]:
     found: set[str] = set()
-    for cls in type(exc).__mro__:
+    for cls in kind.__mro__:
         package = str(cls.__module__).partition(".")[0]
         found |= {cls.__name__, f"{package}.{cls.__name__}", f"{cls.__module__}.{cls.__qualname__}"}
-    return found
+    return frozenset(found)
 
 
 def leaves(exc: BaseException, limit: int = 1000) -> list[BaseException]:

@@ -100,6 +100,11 @@ except ImportError as error:
     )
     sys.exit(2)
 
+try:  # without the wrappers that make enums of what they return: 20 µs a message
+    from _signal import getsignal, pthread_sigmask  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    from signal import getsignal, pthread_sigmask
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -1178,7 +1183,7 @@ def announce(line: str, folder: Path) -> None:
     emit(1, line)
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-        fd = os.open(folder / "requeue.out", flags, 0o644)
+        fd = os.open(os.path.join(folder, "requeue.out"), flags, 0o644)
         try:
             if os.fstat(fd).st_size < REQUEUE_OUT_BYTES and identity(fd) != identity(1):
                 os.write(fd, line.encode(errors="backslashreplace") + b"\n")
@@ -1248,11 +1253,6 @@ RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
 RELEASE_CAP = 300.0  # seconds that a message waits at most which a stop breaks off again and again
 TICK = 1.0  # how often a hand looks for its foreman itself, where the kernel does not
 T = TypeVar("T")
-
-# The same functions without the wrapper that makes enums of what they return: 5 µs a call.
-getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-pthread_sigmask = getattr(signal.pthread_sigmask, "__wrapped__", signal.pthread_sigmask)
-
 
 class TimeLimitExceeded(TimeoutError):
     """The handler ran past --time-limit; raised inside it."""

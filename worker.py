@@ -1701,6 +1701,8 @@ class Hand:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True)
             sys.path.insert(0, str(folder))
+            if not (self.settings.process or (folder / "taskproc.py").exists()):
+                raise FileNotFoundError("there is no taskproc.py")  # not the next best one
             self.guard = IDLE  # an import may take long, and nothing runs yet
             found: Any = importlib.import_module(module)
             self.guard = None
@@ -1992,6 +1994,8 @@ class Foreman:
         asked = bool(words[ORDER] or verdict)
         if code == 0 and asked and not token:
             seat.falls = 0
+            if words[ASKING]:  # it left while Redis was away: a claim may have been made
+                self.orphans.append((seat.name, None))
         else:
             self.mourn(seat, pid, code)
         if seat.falls >= MOST_FALLS and not words[LOADED] and not verdict:

@@ -814,8 +814,9 @@ class Queue:
 
     def __init__(self, url: str, name: str = "q:tasks", timeout: float = BLOCK + 3) -> None:
         """Does not connect yet. `timeout` must exceed every wait. ValueError if `url` is none."""
-        pool = redis.ConnectionPool.from_url(url)
-        settings = pool.connection_kwargs
+        parse: Any = redis.connection.parse_url
+        settings: dict[str, Any] = parse(url)
+        kind = settings.pop("connection_class", redis.Connection)
         settings |= {  # whatever the URL says
             "decode_responses": False,
             "socket_timeout": timeout,
@@ -828,7 +829,7 @@ class Queue:
         if "path" not in settings:  # not a unix socket
             settings["socket_keepalive"] = True
         self.names, self.timeout = Names(name), timeout
-        connection: Any = pool.make_connection()
+        connection: Any = kind(**settings)
         connection.driver_info = connection.lib_name = connection.lib_version = None  # no SETINFO
         self.connection = connection
         self.socket: tuple[int, int] | None = None

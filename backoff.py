@@ -19,12 +19,20 @@ Three parts: the arithmetic (`ceiling`, `draw`); the policy (`Policy.verdict`, f
 
 from __future__ import annotations
 
+import os
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036  an older Python comes this far, and no further
+    script = os.path.basename(sys.argv[0])  # also when worker.py was started, and imports us
+    script = script if script.endswith(".py") else "backoff.py"
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    sys.stderr.write(f"{script}: Python 3.10 or newer is needed, this is {version}\n")
+    raise SystemExit(2)
+
 import argparse
 import math
-import os
 import random
 import re
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress

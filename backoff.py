@@ -30,6 +30,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  an older Python comes this far, a
     raise SystemExit(2)
 
 import argparse
+import importlib
 import math
 import random
 import re
@@ -39,9 +40,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta, timezone
 from email.utils import parsedate_to_datetime
+from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 # ---- The arithmetic: how long ----------------------------------------------------------------
 # The ceiling is certain and can be checked to the digit; only the draw is random.
@@ -311,6 +313,48 @@ def asked_wait(fields: dict[str, str], status: int, now: float) -> float:
                 return wait if wait < 1e9 else max(0.0, wait - clock)  # a date in s since 1970
     return 0.0
 
+
+# ---- The other backoff -----------------------------------------------------------------------
+# PyPI has a package of the same name, and this file hides it from every handler and every library
+# that is imported with us in front. So what is not ours is looked up there: `backoff.on_exception`,
+# `from backoff import expo`, `import backoff._decorator` work, and what is ours stays ours.
+
+
+def other_backoff(name: str) -> Any:
+    """An attribute that this module lacks: that of the package `backoff`, further along sys.path.
+
+    Nothing is searched before somebody asks, and nothing of the package runs before a name of it
+    is wanted. AttributeError if no such package is installed, or it has no such name.
+    """
+    special = name.startswith("__") and name not in ("__path__", "__version__")
+    if __name__ == "backoff" and not special:  # special names are what tools ask of any module
+        path = their_path()
+        if name == "__path__" and path:  # with it Python finds their modules, and calls them ours
+            return path
+        if name.startswith("_") and PathFinder.find_spec(f"backoff.{name}", path):
+            return importlib.import_module(f"backoff.{name}")  # their modules need each other
+        # As a module of ours their __init__ is run once, under Python's own locks, and when it
+        # imports `backoff` it gets us. While it runs it may lack the name yet.
+        theirs = importlib.import_module("backoff.__init__") if path else None
+        if hasattr(theirs, name):
+            return getattr(theirs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def their_path() -> list[str]:
+    """The folders of the first package `backoff` on sys.path; empty if there is none.
+
+    A package, not a file: this one, or a copy of it. Not a mere folder of that name either.
+    """
+    for folder in sys.path:
+        found = PathFinder.find_spec("backoff", [folder])
+        if found and found.origin and found.submodule_search_locations:
+            return found.submodule_search_locations
+    return []
+
+
+if not TYPE_CHECKING:  # else mypy would believe that we have whatever anybody asks for
+    __getattr__ = other_backoff
 
 # ---- The command: see the waits, and write them to files --------------------------------------
 

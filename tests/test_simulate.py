@@ -123,6 +123,13 @@ def test_decorrelated_waits_are_at_most_three_times_the_last() -> None:
     assert (min(second), max(second)) == (11, 30), "1...3 s, rounded up to a tick"
 
 
+@pytest.mark.parametrize("rule", ["exponential + cap", *JITTERED])
+def test_no_wait_is_longer_than_the_cap(rule: str) -> None:
+    rng = random.Random(1)
+    waits = [RULES[rule](1000, 30.0, 1.0, 30.0, rng) for _ in range(100)]
+    assert 25 < max(waits) <= 30
+
+
 # ---- What jitter, cap and giving up are good for ------------------------------------------------
 
 

@@ -417,8 +417,8 @@ def show(lines: Sequence[str]) -> None:
 
 # ---- The simulation: what the waits are for ---------------------------------------------------
 # Clients that failed at one instant come back by seven rules, ours among them: the very functions
-# above, with the policy's base and cap. There is no network in it and no luck but the draws and
-# the lots: who is in time and who is not would only blur the picture.
+# above, with the policy's base and cap. Nothing else differs, so there is no network in it, no
+# service time and no queue in the server: a call is served in its tick, or refused.
 
 TICKS = 10  # in a second; the server's capacity is per tick
 HOUR = 3600 * TICKS  # then the simulation stops: a rule without a cap would never end
@@ -441,7 +441,10 @@ ENDLESS = "no giving up"  # full jitter; one message is poison and nobody gives 
 
 
 class Storm(NamedTuple):
-    """What one rule did: how many called, and how many were served, in each tick that had any."""
+    """What one rule did: how many called and how many were served, by tick, for ticks with calls.
+
+    `poison_calls` is how often the poison message was tried; 0 where there is none.
+    """
 
     rule: str
     clients: int
@@ -587,8 +590,8 @@ def simulate(clients: int, capacity: int, seed: int, svg: Path | None) -> int:
     marks = "".join(f"{x // 2:<10}" for x in range(0, columns - 4, 10)).rstrip() + " s"
     lines = wrap(
         f"{clients:,} clients fail at one instant and try again. The server takes {capacity:,} "
-        "calls per tick of 0.1 s; the others hear 503. Behind each name: when the last of them is "
-        "served. Full height: all of them in one tick.",
+        f"calls per tick of 0.1 s; the others hear 503. Base {BASE:.0f} s, cap {CAP:.0f} s. Behind "
+        "each name: when the last client is served. Full height: all of them in one tick.",
         width,
     )
     rows = [("rule", "peak req/s", "calls", "last served", "median wait", "p99 wait")]

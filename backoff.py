@@ -13,29 +13,44 @@ that failed together must not come back together: waiting exactly 8 s only moves
 anything from 0 to 8 s spreads it out (Marc Brooker, "Exponential Backoff And Jitter", AWS
 Architecture Blog, 2015). At attempt 1000 nothing special happens: the power cannot overflow.
 
-Three parts: the arithmetic (`ceiling`, `draw`); the policy (`Policy.verdict`, from an exception to
-"retry" or "give up"); a command that shows the waits and writes them to files: python backoff.py
+The arithmetic (`ceiling`, `draw`) comes first; then the policy (`Policy.verdict`, from an exception
+to "retry" or "give up"); then a command that shows the waits and writes them to files: python
+backoff.py; and a storm to look at, with jitter and without: python backoff.py --simulate
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036  an older Python comes this far, and no further
+    script = os.path.basename(sys.argv[0])  # also when worker.py was started, and imports us
+    script = script if script.endswith(".py") else "backoff.py"
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    sys.stderr.write(f"{script}: Python 3.10 or newer is needed, this is {version}\n")
+    raise SystemExit(2)
+
+import argparse
+import heapq
+import importlib
+import math
 import random
 import re
-import sys
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta, timezone
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path
+from textwrap import wrap
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 # ---- The arithmetic: how long ----------------------------------------------------------------
 # The ceiling is certain and can be checked to the digit; only the draw is random.
@@ -432,10 +447,52 @@ def trace(error: BaseException) -> str:
         return f"cannot be told: {type(why).__name__}"
 
 
-# ---- The command: see the waits, and write them to files --------------------------------------
+# ---- The other backoff -----------------------------------------------------------------------
+# PyPI has a package of the same name, and this file hides it from every handler and every library
+# that is imported with us in front. So what is not ours is looked up there: `backoff.on_exception`,
+# `from backoff import expo`, `import backoff._decorator` work, and what is ours stays ours.
+
+
+def other_backoff(name: str) -> Any:
+    """An attribute that this module lacks: that of the package `backoff`, further along sys.path.
+
+    Nothing is searched before somebody asks, and nothing of the package runs before a name of it
+    is wanted. AttributeError if no such package is installed, or it has no such name.
+    """
+    special = name.startswith("__") and name not in ("__path__", "__version__")
+    if __name__ == "backoff" and not special:  # special names are what tools ask of any module
+        path = their_path()
+        if name == "__path__" and path:  # with it Python finds their modules, and calls them ours
+            return path
+        if name.startswith("_") and PathFinder.find_spec(f"backoff.{name}", path):
+            return importlib.import_module(f"backoff.{name}")  # their modules need each other
+        # As a module of ours their __init__ is run once, under Python's own locks, and when it
+        # imports `backoff` it gets us. While it runs it may lack the name yet.
+        theirs = importlib.import_module("backoff.__init__") if path else None
+        if hasattr(theirs, name):
+            return getattr(theirs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def their_path() -> list[str]:
+    """The folders of the first package `backoff` on sys.path; empty if there is none.
+
+    A package, not a file: this one, or a copy of it. Not a mere folder of that name either.
+    """
+    for folder in sys.path:
+        found = PathFinder.find_spec("backoff", [folder])
+        if found and found.origin and found.submodule_search_locations:
+            return found.submodule_search_locations
+    return []
+
+
+if not TYPE_CHECKING:  # else mypy would believe that we have whatever anybody asks for
+    __getattr__ = other_backoff
+
+# ---- The files, and pictures of them ---------------------------------------------------------
 
 ADVICE = "Mend that, or use another folder: QR_DIR=./lab python backoff.py"
-ASCII = str.maketrans("█┃●─┴", "#|o-+")
+ASCII = str.maketrans("█┃●─┴▁▂▃▄▅▆▇", "#|o-+..::oo8")
 
 
 def bars() -> list[str]:
@@ -486,24 +543,370 @@ def show(lines: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="backoff.py",
-        description="""\
-Shows exponential backoff, its cap and full jitter, and writes three files, in seconds:
-schedule.txt (6 waits that double), jitter.txt (20 random waits for attempt 3),
-capped.txt (9 waits that double up to 30 s). Needs no Redis.""",
-        epilog="""\
-examples:
-  python backoff.py                      write to /root/qr, or to $QR_DIR if that is set
-  QR_DIR=./lab python backoff.py         write to another folder; it is made if missing
-  python backoff.py && cat /root/qr/capped.txt
+# ---- The simulation: what the waits are for ---------------------------------------------------
+# Clients that failed at one instant come back by seven rules, ours among them: the very functions
+# above, with the policy's base and cap. Nothing else differs, so there is no network in it, no
+# service time and no queue in the server: a call is served in its tick, or refused.
 
-exit codes: 0 written; 2 the folder or a file cannot be written""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+TICKS = 10  # in a second; the server's capacity is per tick
+HOUR = 3600 * TICKS  # then the simulation stops: a rule without a cap would never end
+BASE, CAP = Policy.base, Policy.cap
+
+# A rule: (n, the last wait, base, cap, generator) -> the wait before retry n.
+RULES: dict[str, Callable[[int, float, float, float, random.Random], float]] = {
+    "no wait": lambda n, last, base, cap, rng: 0.0,
+    "fixed interval": lambda n, last, base, cap, rng: base,
+    "exponential": lambda n, last, base, cap, rng: ceiling(n, base, math.inf),
+    "exponential + cap": lambda n, last, base, cap, rng: ceiling(n, base, cap),
+    "equal jitter": lambda n, last, base, cap, rng: (
+        ceiling(n, base, cap) / 2 + draw(n, base, cap, rng) / 2
+    ),
+    "full jitter": lambda n, last, base, cap, rng: draw(n, base, cap, rng),
+    "decorrelated": lambda n, last, base, cap, rng: min(cap, rng.uniform(base, last * 3)),
+}
+CERTAIN = ("fixed interval", "exponential", "exponential + cap")  # nothing is drawn
+ENDLESS = "no giving up"  # full jitter; one message is poison and nobody gives up on it
+
+
+class Storm(NamedTuple):
+    """What one rule did: how many called and how many were served, by tick, for ticks with calls.
+
+    `poison_calls` is how often the poison message was tried; 0 where there is none.
+    """
+
+    rule: str
+    clients: int
+    calls: dict[int, int]
+    served: dict[int, int]
+    poison_calls: int
+
+    def left(self) -> int:
+        return self.clients - sum(self.served.values())
+
+    def peak(self) -> int:
+        """Calls in the busiest tick after the first."""
+        return max((calls for tick, calls in self.calls.items() if tick > 0), default=0)
+
+    def wait(self, share: float) -> float:
+        """Seconds until this share of the clients is served; infinite if that never happens."""
+        served = 0
+        for tick, some in self.served.items():  # in order of time
+            served += some
+            if served >= share * self.clients:
+                return tick / TICKS
+        return math.inf
+
+
+def storm(rule: str, clients: int, capacity: int, seed: int) -> Storm:
+    """All clients call at once; in each tick `capacity` of those who call are served, by lot.
+
+    The others hear 503 and come back by the rule, until all are served or the hour is over. A
+    client is a number, and each tick has a list of who comes then: a million clients need no
+    objects, no heap, and 120 MB.
+    """
+    rng = random.Random(seed)
+    wait_of = RULES["full jitter" if rule == ENDLESS else rule]
+    poison = 0 if rule == ENDLESS else None
+    tries, waits = [0] * clients, [BASE] * clients
+    coming = defaultdict(list, {0: list(range(clients))})
+    calls, served = {}, {}
+    for now in range(HOUR + 1):
+        if now not in coming:
+            continue
+        crowd = coming.pop(now)
+        calls[now] = len(crowd)
+        served[now] = min(capacity, len(crowd))
+        failed = []
+        for _ in range(served[now]):
+            lot = int(rng.random() * len(crowd))
+            crowd[lot], crowd[-1] = crowd[-1], crowd[lot]
+            client = crowd.pop()
+            if client == poison:
+                failed.append(client)
+        served[now] -= len(failed)
+        crowd += failed
+        if crowd and rule in CERTAIN:  # who failed together comes back together: one wait for all
+            wait = wait_of(len(calls) - 1, BASE, BASE, CAP, rng)
+            coming[now + math.ceil(wait * TICKS)] = crowd
+            continue
+        for client in crowd:
+            waits[client] = wait_of(tries[client], waits[client], BASE, CAP, rng)
+            tries[client] += 1
+            coming[now + max(1, math.ceil(waits[client] * TICKS))].append(client)
+    return Storm(rule, clients, calls, served, 0 if poison is None else tries[poison])
+
+
+def terminal_width() -> int:
+    return min(max(shutil.get_terminal_size().columns, 30), 120) - 1
+
+
+def span(seconds: float) -> str:
+    """A length of time for a person."""
+    if seconds == math.inf:
+        return "over 1 h"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def ending(one: Storm) -> str:
+    """When the last client was served, or how many were not."""
+    return f"{one.left():,} left" if one.left() else span(one.wait(1))
+
+
+def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Rows as aligned columns under the heads in the first; as a list where these are too wide."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:>{size}}" for cell, size in zip(row, widths, strict=True)]
+        cells[0] = f"{row[0]:{widths[0]}}"
+        lines.append("  ".join(cells))
+    if len(lines[0]) <= width:
+        return lines
+    lines = []
+    for row in rows[1:]:
+        lines += [f"{head}: {cell}" for head, cell in zip(rows[0], row, strict=True)] + [""]
+    return lines[:-1]
+
+
+def waves(one: Storm, columns: int) -> list[str]:
+    """A storm as three rows of blocks; a column is half a second, its height the busiest tick."""
+    heights = []
+    for x in range(columns):
+        ticks = range(x * TICKS // 2, (x + 1) * TICKS // 2)
+        busiest = max(one.calls.get(tick, 0) for tick in ticks)
+        heights.append(math.ceil(24 * busiest / one.clients))  # in eighths of a row
+    rows = []
+    for floor in (16, 8, 0):
+        blocks = [" ▁▂▃▄▅▆▇█"[min(8, max(0, height - floor))] for height in heights]
+        rows.append(f"  {''.join(blocks)}".rstrip())
+    return rows
+
+
+def claims(storms: dict[str, Storm], capacity: int) -> list[str]:
+    """Why jitter, why a cap, why giving up: three claims in numbers of this run."""
+    fixed, capped = storms["fixed interval"], storms["exponential + cap"]
+    free, full, endless = storms["exponential"], storms["full jitter"], storms[ENDLESS]
+    tenth, last_run = ceiling(10, cap=math.inf), sum(map(ceiling, range(Policy.max_attempts - 1)))
+    return [
+        f"{fixed.clients:,} at one instant. Without jitter they stay one crowd: after the first "
+        f"second {fixed.peak():,} come in one tick, to a server that takes {capacity:,} and then "
+        f"has nothing to do until the next wave. Exponential + cap: {ending(capped)}. "
+        f"Full jitter: {ending(full)}.",
+        f"No cap. The wait before retry 10 is {tenth:,.0f} s, {tenth / 60:.0f} minutes, even if "
+        f"the server has been well for 16 of them. Exponential without a cap: {ending(free)}. "
+        f"With the cap nobody waits longer than {CAP:.0f} s.",
+        f"No giving up. One poison message has failed {endless.poison_calls:,} times within the "
+        f"hour and goes on, {86400 / (CAP / 2):,.0f} times a day, for ever. Given up after "
+        f"{Policy.max_attempts} runs it is out of the way within {last_run:.0f} s of waiting.",
+    ]
+
+
+def simulate(clients: int, capacity: int, seed: int, svg: Path | None) -> int:
+    """Runs the storms; shows pictures, a table, three claims. The exit code."""
+    rules = [rule for rule in RULES if rule != "no wait"] + [ENDLESS]
+    storms = {rule: storm(rule, clients, capacity, seed) for rule in rules}
+    if svg:
+        try:
+            write(svg, figure(storms, capacity))
+        except OSError as error:
+            print(f"backoff.py: cannot write {svg}: {error.strerror or error}", file=sys.stderr)
+            return 2
+
+    width = terminal_width()
+    columns = max(20, width - 2)
+    axis = "".join("┴" if x % 10 == 0 else "─" for x in range(columns))
+    marks = "".join(f"{x // 2:<10}" for x in range(0, columns - 4, 10)).rstrip() + " s"
+    lines = wrap(
+        f"{clients:,} clients fail at one instant and try again. The server takes {capacity:,} "
+        f"calls per tick of 0.1 s; the others hear 503. Base {BASE:.0f} s, cap {CAP:.0f} s. Behind "
+        "each name: when the last client is served. Full height: all of them in one tick.",
+        width,
     )
-    parser.parse_args(argv)
+    rows = [("rule", "peak req/s", "calls", "last served", "median wait", "p99 wait")]
+    for one in storms.values():
+        lines += ["", f"{one.rule}: {ending(one)}", *waves(one, columns), f"  {axis}", f"  {marks}"]
+        load = f"{one.peak() * TICKS:,}", f"{sum(one.calls.values()):,}"
+        rows.append((one.rule, *load, ending(one), span(one.wait(0.50)), span(one.wait(0.99))))
+    lines += ["", *table(rows, width), ""]
+    lines += wrap("Peak: in the busiest tick after the first. Left: not served in one hour.", width)
+    for number, claim in enumerate(claims(storms, capacity), 1):
+        lines += ["", *wrap(f"{number}. {claim}", width, subsequent_indent="   ")]
+    show(lines + (["", f"wrote {svg}"] if svg else []))
+    return 0
 
+
+# The drawing: 60 s from left to right, a panel for each rule; upwards the busiest tick of each
+# 0.2 s, logarithmic, from a tenth of the capacity to all clients at once.
+
+STYLE = """\
+text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
+.strong { font-size: 16px; font-weight: 600; fill: #1f2328 } .large { font-size: 22px }
+.end { text-anchor: end } .mid { text-anchor: middle } .small { font-size: 11px }
+.paper { fill: #ffffff } .line { stroke: #d1d9e0 }
+.limit { stroke: #59636e; stroke-dasharray: 3 3 }
+.served { fill: #2f81f7 } .refused { fill: #f0643c }
+@media (prefers-color-scheme: dark) {
+text { fill: #9198a1 } .strong { fill: #f0f6fc }
+.paper { fill: #0d1117 } .line { stroke: #30363d } .limit { stroke: #9198a1 }
+.served { fill: #388bfd } .refused { fill: #f7845f }
+}"""
+LEFT, RIGHT, TOP, PANEL, HIGH = 300, 900, 96, 92, 66  # pixels; 600 wide: 2 for each 0.2 s
+
+
+def skyline(heights: Sequence[float], floor: float) -> str:
+    """The outline of columns that stand on a floor, as an SVG path."""
+    path, last = f"M{LEFT} {floor:.1f}", 0.0
+    for column, height in enumerate(heights):
+        if height != last:
+            path += f"H{LEFT + 2 * column}V{floor - height:.1f}"
+            last = height
+    return f"{path}H{RIGHT}V{floor:.1f}Z"
+
+
+def figure(storms: dict[str, Storm], capacity: int) -> list[str]:
+    """The storms as an SVG document, for light and dark pages."""
+    full, endless = storms["full jitter"], storms[ENDLESS]
+    most = max(full.clients, capacity * 10)
+    tenth = ceiling(10, cap=math.inf)
+    remarks = {
+        "exponential": f"retry 10 waits {tenth:,.0f} s: {tenth / 60:.0f} minutes",
+        "exponential + cap": f"and so on, every {CAP:.0f} s",
+        "full jitter": "the rule of this queue",
+        ENDLESS: f"one poison message: {endless.poison_calls:,} failures",
+    }
+
+    def height(calls: int) -> float:
+        if calls == 0:
+            return 0.0
+        return max(2.0, HIGH * math.log(10 * calls / capacity) / math.log(10 * most / capacity))
+
+    def text(x: float, y: float, words: str, kind: str = "") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}">{words}</text>'
+
+    def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+        return f'<path d="M{x1:.0f} {y1:.1f}L{x2:.0f} {y2:.1f}" class="{kind}"/>'
+
+    bottom, limit = TOP + PANEL * len(storms), height(capacity)
+    title = f"{full.clients:,} clients fail at one instant and try again"
+    server = f"The server takes {capacity * TICKS:,} requests/s; the others hear 503."
+    scale = "Height: requests/s in the busiest 0.1 s, logarithmic."
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1040 {bottom + 40}" role="img">',
+        f"<title>{title}: {len(storms)} rules compared</title>",
+        f"<style>\n{STYLE}\n</style>",
+        '<rect width="100%" height="100%" rx="8" class="paper"/>',
+        text(24, 40, title, "strong large"),
+        text(24, 64, f"{server} {scale}"),
+        f'<rect x="{RIGHT - 112}" y="55" width="10" height="10" class="served"/>',
+        text(RIGHT - 97, 64, "served"),
+        f'<rect x="{RIGHT - 42}" y="55" width="10" height="10" class="refused"/>',
+        text(RIGHT - 27, 64, "refused"),
+        text(LEFT - 6, TOP, "requests/s", "end small"),
+    ]
+    for second in range(0, 61, 10):
+        x = LEFT + 10 * second
+        parts += [line(x, TOP, x, bottom, "line"), text(x, bottom + 18, f"{second} s", "mid")]
+    for number, one in enumerate(storms.values(), 1):
+        floor = TOP + PANEL * number - 6
+        came, done = [], []
+        for column in range(300):
+            tick = max(2 * column, 2 * column + 1, key=lambda tick: one.calls.get(tick, 0))
+            calls, served = one.calls.get(tick, 0), one.served.get(tick, 0)
+            came.append(height(calls) if calls > served else 0.0)
+            done.append(height(served))
+        load = f"{sum(one.calls.values()):,} calls, peak {one.peak() * TICKS:,}/s"
+        parts += [
+            text(24, floor - 44, one.rule, "strong"),
+            text(24, floor - 24, load),
+            text(24, floor - 6, f"median {span(one.wait(0.50))}, p99 {span(one.wait(0.99))}"),
+            f'<path d="{skyline(came, floor)}" class="refused"/>',
+            f'<path d="{skyline(done, floor)}" class="served"/>',
+            line(LEFT, floor, RIGHT, floor, "line"),
+            line(LEFT, floor - limit, RIGHT, floor - limit, "limit"),
+            text(LEFT - 6, floor - limit + 4, f"{capacity * TICKS:,}", "end small"),
+            text(LEFT - 6, floor - HIGH + 4, f"{most * TICKS:,}", "end small"),
+            text(RIGHT + 16, floor - 34, ending(one), "strong"),
+            text(RIGHT + 16, floor - 15, "after one hour" if one.left() else "until the last"),
+        ]
+        if one.rule in remarks:
+            parts.append(text(LEFT + 330, floor - limit - 14, remarks[one.rule]))
+    return [*parts, "</svg>"]
+
+
+# The published experiment: Marc Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
+# 2015. The numbers are those of its simulator: github.com/aws-samples/aws-arch-backoff-simulator
+
+CONTENDERS = ("no wait", "exponential + cap", "equal jitter", "full jitter", "decorrelated")
+
+
+def occ(rule: str, clients: int, rng: random.Random) -> tuple[int, float]:
+    """One contest for one database row: the writes sent, and the ms until each client has had one.
+
+    Optimistic concurrency control: read the row's version, write if it is still the same; else
+    wait and read again. Each way through the network takes |normal(10, 2)| ms; base 5 ms, cap
+    2000 ms; the first wait is that of n = 1.
+    """
+
+    def net() -> float:
+        return abs(rng.normalvariate(10, 2))
+
+    version, writes, done = 0, 0, 0.0
+    tries, waits, seen = [0] * clients, [5.0] * clients, [0] * clients
+    events = [(net(), client, "read") for client in range(clients)]
+    heapq.heapify(events)
+    while events:
+        now, client, what = heapq.heappop(events)
+        answer = now + net()
+        if what == "read":
+            seen[client] = version
+            heapq.heappush(events, (answer + net(), client, "write"))
+            continue
+        writes += 1
+        done = max(done, answer)
+        if seen[client] == version:
+            version += 1
+        else:
+            tries[client] += 1
+            waits[client] = RULES[rule](tries[client], waits[client], 5.0, 2000.0, rng)
+            heapq.heappush(events, (answer + waits[client] + net(), client, "read"))
+    return writes, done
+
+
+def contest(rule: str, clients: int, seed: int, runs: int = 20) -> tuple[float, float]:
+    """The means of some runs: writes, and seconds."""
+    rng = random.Random(seed)
+    results = [occ(rule, clients, rng) for _ in range(runs)]
+    writes, ms = (sum(column) / runs for column in zip(*results, strict=True))
+    return writes, ms / 1000
+
+
+def occ_report(seed: int) -> list[str]:
+    """Work and time of 10...100 clients, and what was published about them."""
+    width = terminal_width()
+    work, took = [["clients", *CONTENDERS]], [["clients", *CONTENDERS]]
+    for clients in range(10, 101, 10):
+        means = [contest(rule, clients, seed) for rule in CONTENDERS]
+        work.append([str(clients), *(f"{writes:,.0f}" for writes, _ in means)])
+        took.append([str(clients), *(f"{seconds:.2f}" for _, seconds in means)])
+    full, plain = (contest(rule, 100, seed)[0] for rule in ("full jitter", "exponential + cap"))
+    published = (
+        f"Of 100 clients, full jitter needs {100 * full / plain:.0f}% of the writes that backoff "
+        "without jitter needs; published is less than half. Equal jitter: as many writes, but "
+        "longer. Decorrelated: more writes, a little less time. Without jitter: longest by far."
+    )
+    return [
+        *wrap("Clients contend for one row: read it, write it if nobody else has.", width),
+        *("", "Work: writes until each has succeeded", *table(work, width)),
+        *("", "Time: seconds until the last has", *table(took, width), ""),
+        *wrap(published, width),
+    ]
+
+
+# ---- The command -----------------------------------------------------------------------------
+
+
+def lab() -> int:
+    """Writes the exercise's three files, then shows them. The exit code."""
     place = os.environ.get("QR_DIR", "/root/qr")
     if not place:
         print("backoff.py: QR_DIR is empty: name a folder, or unset it", file=sys.stderr)
@@ -538,6 +941,73 @@ exit codes: 0 written; 2 the folder or a file cannot be written""",
         ]
     )
     return 0
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers within bounds, for an option."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"a whole number {least}...{most}, not {text[:40]!r}")
+        return int(text)
+
+    return read
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="backoff.py",
+        description="""\
+Shows exponential backoff, its cap and full jitter, and writes three files, in seconds:
+schedule.txt (6 waits that double), jitter.txt (20 random waits for attempt 3),
+capped.txt (9 waits that double up to 30 s). Needs no Redis.
+
+With --simulate it writes none of these, but shows what the waits are for: thousands of
+clients fail at one instant, and come back by seven different rules.""",
+        epilog="""\
+examples:
+  python backoff.py                      write to /root/qr, or to $QR_DIR if that is set
+  QR_DIR=./lab python backoff.py         write to another folder; it is made if missing
+  python backoff.py && cat /root/qr/capped.txt
+  python backoff.py --simulate           ten thousand clients; well under a second
+  python backoff.py --simulate --svg storm.svg             the same as a drawing
+  python backoff.py --simulate --clients 1000000           15 s, 120 MB
+  python backoff.py --simulate --clients 500 --capacity 5  five served per 0.1 s
+  python backoff.py --simulate --model occ                 the published experiment
+
+exit codes: 0 done; 2 a wrong option, or a folder or file that cannot be written; 130 Ctrl-C""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--simulate", action="store_true", help="show a storm; write no files")
+    group = parser.add_argument_group("with --simulate")
+    number = whole(1, 10**7)
+    tick = "how many the server serves per tick of 0.1 s; the others hear 503 (N / 100)"
+    same = "of the random numbers: the same seed, the same storm (1)"
+    occ = "occ: clients contend for one database row, as AWS has published it (storm)"
+    group.add_argument("--clients", metavar="N", type=number, help="how many fail at once (10000)")
+    group.add_argument("--capacity", metavar="C", type=number, help=tick)
+    group.add_argument("--seed", metavar="S", type=whole(0, 10**18 - 1), help=same)
+    group.add_argument("--svg", metavar="FILE", type=Path, help="draw the storm into a file, too")
+    group.add_argument("--model", choices=["storm", "occ"], help=occ)
+    asked = parser.parse_args(argv)
+    given = {name for name, value in vars(asked).items() if value is not None} - {"simulate"}
+    if given and not asked.simulate:
+        parser.error(f"argument --{min(given)}: only together with --simulate")
+    if asked.model == "occ" and (strange := given - {"model", "seed"}):
+        parser.error(f"argument --{min(strange)}: not together with --model occ")
+
+    if not asked.simulate:
+        return lab()
+    seed = 1 if asked.seed is None else asked.seed
+    try:
+        if asked.model == "occ":
+            show(occ_report(seed))
+            return 0
+        clients = asked.clients or 10_000
+        return simulate(clients, asked.capacity or max(1, clients // 100), seed, asked.svg)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -1053,15 +1053,15 @@ class Settlement(NamedTuple):
 
     run: Run
     step: Step
-    line: str = ""
+    facts: dict[str, Any] | None = None
     small: Callable[[], Step] | None = None
 
     def tell(self, settings: Settings) -> None:
         """Says what happened, after it has."""
-        if self.step.script is RETRY:
-            announce(self.line, settings.qr_dir)
-        elif self.line:
-            log(self.line)
+        if self.facts and self.step.script is RETRY:
+            announce(self.facts, settings.qr_dir)
+        elif self.facts:
+            log("dead", **self.facts)
 
 
 def conclude(
@@ -1082,21 +1082,21 @@ def conclude(
     wait = None if dead else round(policy.wait(attempts - 1, last.not_before), 3)
     seen = (message.first_seen_at if message else None) or iso(first_ms(run))
     kept = remember(message.kept if message else {}, failures, run.released, wait)
-    facts = f"attempts={attempts} kind={word(message.kind if message else None)}"
-    about = f"token={run.token} error={json.dumps(last.error, ensure_ascii=False)}"
+    facts = {"attempts": attempts, "kind": message.kind if message else None}
     small = partial(unread, queue, run, last, attempts, seen, kept)
     if message and wait is not None:
-        of = ceiling(attempts - 1, policy.base, policy.cap)
+        facts |= {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
+        facts |= {"token": run.token, "error": last.error}
         step = queue.retry(run, wait, message.noted(attempts, seen, kept))
-        return Settlement(run, step, f"{facts} wait={wait:.3f} of={of:g} {about}", small)
-    line = f"dead {facts} reason={last.reason} {about}"
+        return Settlement(run, step, facts, small)
+    facts |= {"reason": last.reason, "token": run.token, "error": last.error}
     own = message.own if message else run.raw
     before, after = envelope(run, last, attempts, seen, kept)
     if message and is_strict(own):
-        return Settlement(run, queue.bury(run, message.spliced(before, b"", after)), line, small)
+        return Settlement(run, queue.bury(run, message.spliced(before, b"", after)), facts, small)
     if not run.here or len(own) > LARGE:
-        return Settlement(run, small(), line)
-    return Settlement(run, queue.bury(run, Splice(before + quoted(own) + after)), line, small)
+        return Settlement(run, small(), facts)
+    return Settlement(run, queue.bury(run, Splice(before + quoted(own) + after)), facts, small)
 
 
 def unread(
@@ -1125,7 +1125,7 @@ def remember(
     kept: dict[str, Any], failures: list[Failure], released: int, wait: float | None
 ) -> dict[str, Any]:
     """What is kept with a message, and these failures after it; the wait is that of the last."""
-    waits = [*[None] * (len(failures) - 1), wait]
+    waits = [*[0.0] * (len(failures) - 1), wait]
     pairs = zip(failures, waits, strict=True)
     entries = [{"at": iso(x.at_ms), "error": x.error, "wait": wait} for x, wait in pairs]
     kept = kept | {"history": [*kept.get("history", []), *entries][-HISTORY:]}
@@ -1160,6 +1160,11 @@ def envelope(
 
 REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
 STREAMS: dict[int, tuple[int, int] | None] = {}  # what 1 and 2 stood for at the start
+LOG = {"json": False}  # --log
+SHOWN: dict[str, Callable[[Any], str]] = {
+    "kind": word, "wait": "{:.3f}".format, "of": "{:g}".format,
+    "error": partial(json.dumps, ensure_ascii=False),
+}  # fmt: skip
 
 
 def emit(fd: int, line: str) -> None:
@@ -1172,16 +1177,18 @@ def emit(fd: int, line: str) -> None:
             os.write(fd, line.encode(errors="backslashreplace") + b"\n")
 
 
-def log(line: str) -> None:
-    emit(2, f"worker: {line}")
+def log(what: str, **facts: Any) -> None:
+    """A line for the log: a sentence, or an event and its facts."""
+    emit(2, as_json(what, facts) if LOG["json"] else f"worker: {what} {as_text(facts)}".rstrip())
 
 
-def announce(line: str, folder: Path) -> None:
+def announce(facts: dict[str, Any], folder: Path) -> None:
     """Prints the line of a re-queue and appends it to requeue.out, if `folder` exists.
 
     If stdout is that very file, it is written once.
     """
-    emit(1, line)
+    line = as_text(facts)
+    emit(1, as_json("retry", facts) if LOG["json"] else line)
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         fd = os.open(os.path.join(folder, "requeue.out"), flags, 0o644)
@@ -1190,6 +1197,14 @@ def announce(line: str, folder: Path) -> None:
                 os.write(fd, line.encode(errors="backslashreplace") + b"\n")
         finally:
             os.close(fd)
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    return " ".join([f"{name}={SHOWN.get(name, str)(fact)}" for name, fact in facts.items()])
+
+
+def as_json(what: str, facts: dict[str, Any]) -> str:
+    return json.dumps({"at": iso(time.time() * 1000), "event": what, **facts}, default=str)
 
 
 def fill_standard_files() -> None:
@@ -1517,7 +1532,7 @@ class Hand:
         step = self.queue.fall(reason, error, run.lease, wait=wait)
         self.insist(partial(self.queue.do, step), held=True)
         self.slot.words[TOKEN] = 0
-        log(f"{reason} token={run.token}: {error}")
+        log(reason, token=run.token, error=error)
 
     def insist(
         self, action: Callable[[], T], error: Exception | None = None, held: bool = False
@@ -2393,6 +2408,12 @@ def function_name(text: str) -> str:
     return text
 
 
+def log_style(text: str) -> str:
+    if text not in ("text", "json"):
+        raise ValueError("text or json is needed")
+    return text
+
+
 def class_names(text: str) -> frozenset[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) for name in names):
@@ -2422,6 +2443,7 @@ OPTIONS = (
     Option("permanent", "NAME[,NAME]", class_names, "exceptions that no retry can cure"),
     Option("dlq-alert", "N", count,
            "dead letters at which the log warns, and again whenever they double", "1"),
+    Option("log", "text|json", log_style, "how log lines look", "text"),
     Option("burst", "", bool, "exit when nothing is left to run"),
 )  # fmt: skip
 
@@ -2442,6 +2464,7 @@ class Settings(argparse.Namespace):
     retry_after_cap: float
     permanent: frozenset[str] | None
     dlq_alert: int
+    log: str
     burst: bool
     qr_dir: Path  # absolute, like app_dir: a handler may change the working directory
     app_dir: Path
@@ -2529,6 +2552,7 @@ def main(argv: list[str] | None = None) -> int:
     fill_standard_files()
     STREAMS.update({fd: identity(fd) for fd in (1, 2)})
     settings = read_settings(argv)
+    LOG["json"] = settings.log == "json"
     if warning := unknown_variables():
         log(warning)
     return Foreman(settings).run()

@@ -427,22 +427,36 @@ class Names:
 
 
 class Script:
-    """A Lua script, its short name, and the roles of its KEYS in order.
-
-    The source knows the keys by their roles, and the server's clock: `time`, and `now` in ms.
-    """
+    """A Lua script, its short name, and the roles of its KEYS in order; it knows them by these."""
 
     def __init__(self, name: str, keys: str, source: str) -> None:
         self.name, self.roles = name, keys.split()
-        clock = CLOCK if "now" in source else ""
-        self.source = f"local {', '.join(self.roles)} = unpack(KEYS)\n{clock}{source}".encode()
+        self.source = f"local {', '.join(self.roles)} = unpack(KEYS){source}".encode()
         self.sha = hashlib.sha1(self.source).hexdigest().encode()
 
 
-CLOCK = """\
+# What scripts have in common. CLOCK: the server's clock, in ms.
+CLOCK = """
 local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
+local now = time[1] * 1000 + math.floor(time[2] / 1000)"""
+
+# HELD: the check, and the removal, of what the holder of a run does to it (ARGV: token, owner, …).
+# `splice(i)` is the new text: before, head (bytes), middle, tail (byte, from 1), after, at ARGV[i].
+HELD = """
+local text = redis.call('HGET', running, ARGV[1])
+if not text then return 'stale' end
+redis.call('ZREM', leases, '')
+local function splice(i)
+  local head, tail = string.sub(text, 1, ARGV[i + 1]), string.sub(text, ARGV[i + 3])
+  return ARGV[i] .. head .. ARGV[i + 2] .. tail .. ARGV[i + 4]
+end
+local function settle(counter)
+  redis.call('HDEL', running, ARGV[1])
+  redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
+  redis.call('HDEL', notes, ARGV[1])
+  redis.pcall('HINCRBY', stats, counter, 1)
+  return 'ok'
+end"""
 
 # claim: the oldest waiting message, or a due retry by way of the front of the line → running,
 # under the next token and a lease. Tokens are even and odd in turn; at an even one a due retry
@@ -455,7 +469,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 #         idle, ms until the next retry is due or -1, messages running or retrying
 # A token is the server's time in microseconds, or follows the last one if that is greater: it
 # rises even if the fence key is lost or garbage, or Redis comes back with older data.
-CLAIM = Script("claim", "running leases retry notes waiting next fence pause", """
+CLAIM = Script("claim", "running leases retry notes waiting next fence pause", CLOCK + """
 if redis.call('EXISTS', pause) == 1 then return {'paused'} end
 redis.call('ZREM', leases, '')
 local last = tonumber(redis.call('GET', fence)) or 0
@@ -502,39 +516,23 @@ redis.pcall('HINCRBY', stats, 'done', 1)
 return 'ok'
 """)  # fmt: skip
 
-# retry: running → retrying, the text spliced (see Splice).
+# retry: running → retrying, the text spliced.
 #   KEYS  running leases notes retry stats
-#   ARGV  token, owner, wait (ms), before, head (bytes), middle, tail (byte, from 1), after
+#   ARGV  token, owner, wait (ms), splice …
 #   →     ok | stale
 # The member carries the token in front: a sorted set keeps one of fifty equal texts.
-RETRY = Script("retry", "running leases notes retry stats", """
-local text = redis.call('HGET', running, ARGV[1])
-if not text then return 'stale' end
-redis.call('ZREM', leases, '')
-redis.call('ZADD', retry, now + ARGV[3], ARGV[1] .. ':' .. ARGV[4]
-  .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
-redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
-redis.call('HDEL', notes, ARGV[1])
-redis.pcall('HINCRBY', stats, 'retried', 1)
-return 'ok'
+RETRY = Script("retry", "running leases notes retry stats", CLOCK + HELD + """
+redis.call('ZADD', retry, now + ARGV[3], ARGV[1] .. ':' .. splice(4))
+return settle('retried')
 """)  # fmt: skip
 
 # bury: running → dead, the envelope spliced from the text.
 #   KEYS  running leases notes dlq stats
-#   ARGV  token, owner, before, head (bytes), middle, tail (byte, from 1), after
+#   ARGV  token, owner, splice …
 #   →     ok | stale
-BURY = Script("bury", "running leases notes dlq stats", """
-local text = redis.call('HGET', running, ARGV[1])
-if not text then return 'stale' end
-redis.call('ZREM', leases, '')
-redis.call('LPUSH', dlq, ARGV[3]
-  .. string.sub(text, 1, ARGV[4]) .. ARGV[5] .. string.sub(text, ARGV[6]) .. ARGV[7])
-redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
-redis.call('HDEL', notes, ARGV[1])
-redis.pcall('HINCRBY', stats, 'dead', 1)
-return 'ok'
+BURY = Script("bury", "running leases notes dlq stats", HELD + """
+redis.call('LPUSH', dlq, splice(3))
+return settle('dead')
 """)  # fmt: skip
 
 # bury_unread: running → dead, the last resort: no hand needs to read the text, or to send it. The
@@ -542,20 +540,13 @@ return 'ok'
 #   KEYS  running leases notes dlq stats
 #   ARGV  token, owner, before, after
 #   →     ok | stale
-BURY_UNREAD = Script("bury_unread", "running leases notes dlq stats", r"""
-local text = redis.call('HGET', running, ARGV[1])
-if not text then return 'stale' end
-redis.call('ZREM', leases, '')
+BURY_UNREAD = Script("bury_unread", "running leases notes dlq stats", HELD + r"""
 local escapes = {['"'] = '\\"', ['\\'] = '\\\\'}
 for byte = 0, 31 do escapes[string.char(byte)] = string.format('\\u%04x', byte) end
 for byte = 128, 255 do escapes[string.char(byte)] = string.format('\\udc%02x', byte) end
 local payload = string.gsub(text, '[%z\1-\31"\\\128-\255]', escapes)
 redis.call('LPUSH', dlq, ARGV[3] .. '"' .. payload .. '"' .. ARGV[4])
-redis.call('HDEL', running, ARGV[1])
-redis.call('ZREM', leases, ARGV[1] .. ' ' .. ARGV[2])
-redis.call('HDEL', notes, ARGV[1])
-redis.pcall('HINCRBY', stats, 'dead', 1)
-return 'ok'
+return settle('dead')
 """)  # fmt: skip
 
 # fall: running → retrying, due now or at the front of the line, with a note for who claims it next.
@@ -563,7 +554,7 @@ return 'ok'
 #   ARGV  note: its reason and what happened; wait (ms) or "front"; leases ("token owner") …
 #         no leases: those whose deadline has passed, at most 100 and not much more than 1 MB
 #   →     the leases of the runs that fell
-FALL = Script("fall", "running leases notes retry stats", """
+FALL = Script("fall", "running leases notes retry stats", CLOCK + """
 redis.call('ZREM', leases, '')
 local due = ARGV[2] == 'front' and 0 or now + ARGV[2]
 local these, fallen, bytes = {unpack(ARGV, 3)}, {}, 0
@@ -591,7 +582,7 @@ return fallen
 #   ARGV  lease (ms), leases ("token owner") … (at most 100)
 #   →     the leases refused
 # The owner "-" is nobody, for what somebody found without a lease: its real owner takes it back.
-RENEW = Script("renew", "running leases", """
+RENEW = Script("renew", "running leases", CLOCK + """
 redis.call('ZREM', leases, '')
 local refused = {}
 for i = 2, #ARGV do
@@ -608,15 +599,11 @@ return refused
 
 # checkpoint: a running message's text is spliced and its lease renewed.
 #   KEYS  running leases
-#   ARGV  token, owner, lease (ms), before, head (bytes), middle, tail (byte, from 1), after
+#   ARGV  token, owner, lease (ms), splice …
 #   →     ok | stale
-CHECKPOINT = Script("checkpoint", "running leases", """
-local text = redis.call('HGET', running, ARGV[1])
-if not text then return 'stale' end
-redis.call('ZREM', leases, '')
+CHECKPOINT = Script("checkpoint", "running leases", CLOCK + HELD + """
 redis.call('ZADD', leases, now + ARGV[3], ARGV[1] .. ' ' .. ARGV[2])
-redis.call('HSET', running, ARGV[1], ARGV[4]
-  .. string.sub(text, 1, ARGV[5]) .. ARGV[6] .. string.sub(text, ARGV[7]) .. ARGV[8])
+redis.call('HSET', running, ARGV[1], splice(4))
 return 'ok'
 """)  # fmt: skip
 
@@ -643,7 +630,7 @@ return 'ok'
 #   KEYS  workers running leases dlq pause
 #   ARGV  age (ms), loop, age, loop …
 #   →     now (ms), messages running, leases, dead letters, paused (0 or 1)
-BEAT = Script("beat", "workers running leases dlq pause", """
+BEAT = Script("beat", "workers running leases dlq pause", CLOCK + """
 redis.call('ZREM', workers, '')
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
 for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
@@ -655,25 +642,27 @@ return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.cal
 # probe: not a transition. Tries every command that the scripts use on a key of its own, so that a
 # missing permission is known, by name, before a message is touched.
 #   KEYS  probe
+#   ARGV  commands, as words; the key comes after the first
 #   →     ok | refused, command, error
 PROBE = Script("probe", "probe", """
-for _, command in ipairs({
-  {'DEL', probe}, {'LPUSH', probe, 'x'}, {'RPUSH', probe, 'x'}, {'LLEN', probe},
-  {'LINDEX', probe, -1}, {'LPOS', probe, 'x'}, {'LTRIM', probe, 0, 0}, {'LREM', probe, 1, 'x'},
-  {'HSET', probe, 'x', 0},
-  {'HGET', probe, 'x'}, {'HEXISTS', probe, 'x'}, {'HLEN', probe}, {'HINCRBY', probe, 'x', 1},
-  {'HDEL', probe, 'x'}, {'ZADD', probe, 0, 'x'}, {'ZRANGE', probe, 0, 0},
-  {'ZRANGEBYSCORE', probe, 0, 0}, {'ZCARD', probe},
-  {'ZREMRANGEBYSCORE', probe, 1, 1}, {'ZREMRANGEBYRANK', probe, 1, 1}, {'ZREM', probe, 'x'},
-  {'SET', probe, 0}, {'GET', probe}, {'EXISTS', probe}, {'TIME'}, {'DEL', probe}}) do
-  local reply = redis.pcall(unpack(command))
+for i = 1, #ARGV do
+  local words = {}
+  for word in string.gmatch(ARGV[i], '%S+') do words[#words + 1] = word end
+  if words[1] ~= 'TIME' then table.insert(words, 2, probe) end
+  local reply = redis.pcall(unpack(words))
   if type(reply) == 'table' and reply.err then
     redis.pcall('DEL', probe)
-    return {'refused', command[1], reply.err}
+    return {'refused', words[1], reply.err}
   end
 end
 return {'ok'}
 """)  # fmt: skip
+NEEDED = (  # by the scripts
+    "TIME", "DEL", "LPUSH x", "RPUSH x", "LLEN", "LINDEX -1", "LPOS x", "LTRIM 0 0", "LREM 1 x",
+    "DEL", "HSET x 0", "HGET x", "HEXISTS x", "HLEN", "HINCRBY x 1", "HDEL x", "ZADD 0 x",
+    "ZRANGE 0 0", "ZRANGEBYSCORE 0 0", "ZCARD", "ZREMRANGEBYSCORE 1 1", "ZREMRANGEBYRANK 1 1",
+    "ZREM x", "SET 0", "GET", "EXISTS", "DEL",
+)  # fmt: skip
 
 # Whose fault is it? One table; `Hand.insist` and `Foreman.failed` act on it.
 #
@@ -1296,19 +1285,9 @@ class Running:
 
     def __init__(self, hand: Hand, run: Run, message: Message) -> None:
         self.hand, self.run, self.message = hand, run, message
+        self.token, self.attempts = run.token, message.attempts
+        self.stage: Any = message.kept.get("stage")
         self.follow_ups: list[bytes] = []
-
-    @property
-    def token(self) -> int:
-        return self.run.token
-
-    @property
-    def attempts(self) -> int:
-        return self.message.attempts
-
-    @property
-    def stage(self) -> Any:
-        return self.message.kept.get("stage")
 
     def push(self, message: dict[str, Any]) -> None:
         """Queues a follow-up message, in the same atomic step that makes this run done."""
@@ -1331,7 +1310,7 @@ class Running:
         step = hand.queue.checkpoint(run, hand.settings.lease, text)
         if hand.insist(partial(hand.queue.do, step)) == [b"stale"]:
             raise LeaseLost(f"run {run.token} has been taken over")
-        self.message = Message.parse(text.of(message.raw))
+        self.message, self.stage = Message.parse(text.of(message.raw)), stage
 
     def check(self) -> None:
         """A thread or a child process that outlives its run must not speak for the next one."""
@@ -2261,7 +2240,7 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
     if lease and lease[0].isdigit():
         old = f"{queue.names.running} is in the form of an earlier version"
         return f"{old}: let that version finish what it runs, then start this one", [], 0.0
-    [[answer, *refused]] = queue.do(Step(PROBE, ()))
+    [[answer, *refused]] = queue.do(Step(PROBE, NEEDED))
     if answer != b"ok":
         command, text = (part.decode(errors="replace") for part in refused)
         if passing(refusal := redis.ResponseError(text)):
@@ -2384,10 +2363,15 @@ def count(text: str, most: int = 1_000_000) -> int:
     return int(text)
 
 
-def key_name(text: str) -> str:
-    if not text or not text.isprintable():
-        raise ValueError("the name of a key is needed, such as q:tasks")
-    return text
+def like(pattern: str, needed: str) -> Callable[[str], str]:
+    """A parser of texts that match a pattern."""
+
+    def parse(text: str) -> str:
+        if not (text.isprintable() and re.fullmatch(pattern, text)):
+            raise ValueError(needed)
+        return text
+
+    return parse
 
 
 def redis_url(text: str) -> str:
@@ -2402,31 +2386,23 @@ def redis_url(text: str) -> str:
     return text
 
 
-def function_name(text: str) -> str:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text):
-        raise ValueError("module:function is needed, such as myapp.tasks:process")
-    return text
-
-
-def log_style(text: str) -> str:
-    if text not in ("text", "json"):
-        raise ValueError("text or json is needed")
-    return text
+NAME = r" *[^\W\d]\w*(\.[^\W\d]\w*)* *"
 
 
 def class_names(text: str) -> frozenset[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) for name in names):
-        raise ValueError("class names are needed, such as KeyError,myapp.NoSuchUser")
-    return frozenset(names)
+    needed = "class names are needed, such as KeyError,myapp.NoSuchUser"
+    return frozenset(name.strip() for name in like(f"{NAME}(,{NAME})*", needed)(text).split(","))
 
 
 OPTIONS = (
     Option("redis", "URL", redis_url, "the server; better given as REDIS_URL: others can read a "
            "command line", "redis://127.0.0.1:6379/0", "REDIS_URL"),
-    Option("queue", "KEY", key_name, "the list that producers push to", "q:tasks"),
-    Option("process", "MODULE:FUNCTION", function_name, "the handler; if not given: process(msg) "
-           "of taskproc.py, the one in /opt/app if that exists, else the one beside this file"),
+    Option("queue", "KEY", like(".+", "the name of a key is needed, such as q:tasks"),
+           "the list that producers push to", "q:tasks"),
+    Option("process", "MODULE:FUNCTION", like(
+           r"\w+(\.\w+)*:\w+(\.\w+)*", "module:function is needed, such as myapp.tasks:process"),
+           "the handler; if not given: process(msg) of taskproc.py, the one in /opt/app if that "
+           "exists, else the one beside this file"),
     Option("concurrency", "N", partial(count, most=1000),
            "messages run at a time, each in its own process", "1"),
     Option("lease", "SECONDS", partial(seconds, least=1),
@@ -2443,7 +2419,8 @@ OPTIONS = (
     Option("permanent", "NAME[,NAME]", class_names, "exceptions that no retry can cure"),
     Option("dlq-alert", "N", count,
            "dead letters at which the log warns, and again whenever they double", "1"),
-    Option("log", "text|json", log_style, "how log lines look", "text"),
+    Option("log", "text|json", like("text|json", "text or json is needed"),
+           "how log lines look", "text"),
     Option("burst", "", bool, "exit when nothing is left to run"),
 )  # fmt: skip
 

@@ -196,6 +196,7 @@ def is_kept(value: object) -> bool:
 
 RESERVED = {"attempts": is_count, "first_seen_at": is_date, "_retry": is_kept}
 END = 2**53  # as the `tail` of a splice: past the end of every text
+LARGE = 100_000  # bytes; what is smaller is never refused for its size
 
 
 class Splice(NamedTuple):
@@ -241,7 +242,9 @@ class Message:
     def parse(cls, raw: bytes, body: dict[str, Any] | None = None) -> Message:
         """Finds our members in the text; `body` is what `load` made of it. Raises Undecodable.
 
-        A reserved name whose value is not of our type is the producer's: it stays in the text.
+        A reserved name whose value is not of our type is the producer's: it stays in the text. So
+        does a valid one in a large text that would have to be sent whole without it: ours, behind
+        it, wins in every parser.
         """
         body = load(raw) if body is None else body
         end, kind = raw.rindex(b"}"), body.get("kind")
@@ -256,6 +259,8 @@ class Message:
         head = own.rindex(b"}")
         if raw.startswith(own[:head]) and own[head:] == raw[end:]:
             return cls(raw, head, end, kind, ours)
+        if len(raw) > LARGE:
+            return cls(raw, end, end, kind, ours)
         return cls(own, head, head, kind, ours, strewn=True)
 
     @property
@@ -302,7 +307,7 @@ def written(raw: bytes) -> tuple[int, dict[str, Any]]:
     """
     at = raw.rfind(b'"attempts": ')
     start = at - 2 if raw[at - 2 : at] == b", " else at
-    if at <= 0 or raw[start - 1 : start] == b"," or raw.count(b'"attempts"') > 1:
+    if at <= 0 or raw[start - 1 : start] == b",":
         return 0, {}
     try:
         return start, json.loads(b"{" + raw[at:])
@@ -668,8 +673,8 @@ NEEDED = (  # by the scripts
 #
 #   it passes           refused, reset, timed out, and these answers: wait with full jitter, go on
 #   a person            every other answer, and what cannot be mended by waiting: exit code 2
-#   this message alone  Redis answers others, but refuses, or twice cuts the connection on, what we
-#                       send about one message: it is settled in a form that fits (Settlement.small)
+#   this message alone  Redis answers others, but refuses, or twice cuts the connection on, a large
+#                       step: TooLarge. Its run is settled in a form that fits (Settlement.small)
 
 PASSES = re.compile(  # the code of an answer, or the name of redis-py's class for it
     r"\b(LOADING|READONLY|MASTERDOWN|NOREPLICAS|MISCONF|OOM|BUSY|UNBLOCKED|CLUSTERDOWN|TRYAGAIN"
@@ -677,17 +682,22 @@ PASSES = re.compile(  # the code of an answer, or the name of redis-py's class f
     r"|TryAgainError|max number of clients|Redis is busy)\b"
 )
 PERSON = re.compile(r"AuthenticationError|AuthorizationError|CERTIFICATE|WRONG_VERSION_NUMBER")
-LARGE = 100_000  # bytes; what is smaller is never refused for its size
 Fault = redis.RedisError  # an OSError of ours, a file or a process, is no fault of Redis
+
+
+def whose(error: Exception) -> str:
+    """Whose fault it is: "passes", "lost" (the connection; that passes, too) or "person"."""
+    text = f"{type(error).__name__} {error}"
+    if PERSON.search(text):  # redis-py counts a wrong password as a lost connection
+        return "person"
+    if PASSES.search(text) or isinstance(error, redis.TimeoutError):
+        return "passes"
+    return "lost" if isinstance(error, redis.ConnectionError) else "person"
 
 
 def passing(error: Exception) -> bool:
     """Tells whether a Redis fault ends by itself; if not, a person has to repair something."""
-    text = f"{type(error).__name__} {error}"  # redis-py counts a wrong password as a connection
-    if PERSON.search(text):
-        return False
-    lost = isinstance(error, (redis.ConnectionError, redis.TimeoutError))
-    return lost or PASSES.search(text) is not None
+    return whose(error) != "person"
 
 
 def fault_text(error: Exception) -> str:
@@ -1037,13 +1047,13 @@ class Failure(NamedTuple):
 class Settlement(NamedTuple):
     """How a run ends: the step for Redis, and then a line for people.
 
-    `small` is another step to the same end, that fits where the first is refused for its size.
+    `small` makes another one, for where the step is refused for its size.
     """
 
     run: Run
     step: Step
     facts: dict[str, Any] | None = None
-    small: Callable[[], Step] | None = None
+    small: Callable[[], Settlement] | None = None
 
     def tell(self, settings: Settings) -> None:
         """Says what happened, after it has."""
@@ -1072,28 +1082,32 @@ def conclude(
     seen = (message.first_seen_at if message else None) or iso(first_ms(run))
     kept = remember(message.kept if message else {}, failures, run.released, wait)
     facts = {"attempts": attempts, "kind": message.kind if message else None}
-    small = partial(unread, queue, run, last, attempts, seen, kept)
+    dead_facts = facts | {"reason": last.reason, "token": run.token, "error": last.error}
+    small = partial(unread, queue, run, last, attempts, seen, kept, dead_facts)
     if message and wait is not None:
         facts |= {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
         facts |= {"token": run.token, "error": last.error}
         step = queue.retry(run, wait, message.noted(attempts, seen, kept))
         return Settlement(run, step, facts, small)
-    facts |= {"reason": last.reason, "token": run.token, "error": last.error}
     own = message.own if message else run.raw
     before, after = envelope(run, last, attempts, seen, kept)
     if message and is_strict(own):
-        return Settlement(run, queue.bury(run, message.spliced(before, b"", after)), facts, small)
-    if not run.here or len(own) > LARGE:
-        return Settlement(run, small(), facts)
-    return Settlement(run, queue.bury(run, Splice(before + quoted(own) + after)), facts, small)
+        step = queue.bury(run, message.spliced(before, b"", after))
+    elif run.here and len(own) <= LARGE:
+        step = queue.bury(run, Splice(before + quoted(own) + after))
+    else:
+        return small()
+    return Settlement(run, step, dead_facts, small)
 
 
 def unread(
-    queue: Queue, run: Run, last: Failure, attempts: int, seen: str, kept: dict[str, Any]
-) -> Step:
-    """The step that buries a message without sending any of it: Redis makes a string of it."""
+    queue: Queue, run: Run, last: Failure, attempts: int, seen: str, kept: dict[str, Any],
+    facts: dict[str, Any],
+) -> Settlement:  # fmt: skip
+    """A message is buried without anything of it being sent: Redis makes a string of its bytes."""
     kept = {name: fact for name, fact in kept.items() if name != "stage"}  # that may be large
-    return queue.bury_unread(run, *envelope(run, last, attempts, seen, kept))
+    step = queue.bury_unread(run, *envelope(run, last, attempts, seen, kept))
+    return Settlement(run, step, facts)
 
 
 def unsettled(run: Run) -> list[Failure]:
@@ -1275,6 +1289,10 @@ class Repair(Exception):
     """Redis answers, but a person has to repair something."""
 
 
+class TooLarge(Exception):
+    """Redis answers others, but does not take what we send about this message."""
+
+
 class Running:
     """What a handler may do with its run, if it asks: `def process(msg, run)`.
 
@@ -1300,7 +1318,7 @@ class Running:
         """Writes down how far the run got (any JSON value); a later run finds it in `stage`.
 
         Raises LeaseLost if the run has been taken over or has ended, ValueError or TypeError if
-        `stage` is not JSON.
+        `stage` is not JSON, TooLarge if Redis does not take it.
         """
         hand, run, message = self.hand, self.run, self.message
         json.dumps(stage, allow_nan=False)
@@ -1308,7 +1326,7 @@ class Running:
         kept, seen = message.kept | {"stage": stage}, message.first_seen_at or iso(first_ms(run))
         text = message.noted(message.attempts, seen, kept)
         step = hand.queue.checkpoint(run, hand.settings.lease, text)
-        if hand.insist(partial(hand.queue.do, step)) == [b"stale"]:
+        if hand.insist(partial(hand.queue.do, step), size=step.size) == [b"stale"]:
             raise LeaseLost(f"run {run.token} has been taken over")
         self.message, self.stage = Message.parse(text.of(message.raw)), stage
 
@@ -1422,8 +1440,7 @@ class Hand:
         except Fault as error:
             if last is None:
                 return self.insist(self.find_or_claim, error)
-            last, answer = self.insist_on(last, error)
-            self.settled(last, answer, repeated=True)
+            self.settle(last, error)
             return self.insist(self.find_or_claim)
         if last:
             self.settled(last, replies.pop(0))
@@ -1437,51 +1454,42 @@ class Hand:
         words[ASKING], words[PROGRESS] = 0, time.monotonic_ns()
         return claim
 
-    def settled(self, last: Settlement, answer: bytes, repeated: bool = False) -> None:
-        """Says what became of a run. After a lost reply, `stale` is what success looks like."""
+    def settled(self, last: Settlement, answer: bytes) -> None:
+        """Says what became of a run."""
         self.slot.words[TOKEN] = 0
-        if answer == b"ok" or repeated:
+        if answer == b"ok":
             last.tell(self.settings)
         else:
             self.refused(last.run, "its result is refused")
 
-    def refused(self, run: Run, what: str) -> None:
-        log(f"run {run.token} had been taken over after its lease: {what}")
-        with suppress(Fault):
-            self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
+    def settle(self, last: Settlement, error: Exception) -> None:
+        """Settles a run after a fault, in the form that fits if Redis does not take the large one.
 
-    def insist_on(self, last: Settlement, error: Exception) -> tuple[Settlement, bytes]:
-        """Settles a run, in the form that fits if Redis answers but does not take the large one."""
-        refusals = 0
-
-        def settle() -> tuple[Settlement, bytes]:
-            nonlocal last, refusals
-            try:
-                [answer] = self.queue.do(last.step)
-            except redis.RedisError as fault:
-                if last.small and last.step.size > LARGE and self.answers(fault):
-                    refusals += 1
-                    if refusals > 1 or not passing(fault):  # one cut may be anybody's
-                        last = last._replace(step=last.small(), small=None)
-                        return settle()
-                raise
-            return last, answer
-
-        if not passing(error) and last.step.size > LARGE:  # settle() finds out whose fault it is
-            error = redis.ConnectionError(fault_text(error))
+        `stale` is what success looks like when the reply was lost.
+        """
         try:
-            return self.insist(settle, error, held=True)
+            try:
+                self.insist(partial(self.queue.do, last.step), error, True, last.step.size)
+            except TooLarge:
+                if last.small is None:
+                    raise
+                last = last.small()
+                self.insist(partial(self.queue.do, last.step), held=True)
         except Stop:
             log(
                 f"run {last.run.token} has ended, but Redis does not answer: its result is lost, "
                 f"and the message runs again when its lease has ended"
             )
             raise
+        self.settled(last, b"ok")
 
-    def answers(self, fault: Exception) -> bool:
+    def refused(self, run: Run, what: str) -> None:
+        log(f"run {run.token} had been taken over after its lease: {what}")
+        with suppress(Fault):
+            self.queue.command("HINCRBY", self.queue.names.stats, "refused", 1)
+
+    def answers(self) -> bool:
         """Tells whether Redis answers others after it did not take what we sent."""
-        if isinstance(fault, redis.TimeoutError):
-            return False
         self.queue.close()
         try:
             return bool(self.queue.command("PING"))
@@ -1514,17 +1522,26 @@ class Hand:
         log(reason, token=run.token, error=error)
 
     def insist(
-        self, action: Callable[[], T], error: Exception | None = None, held: bool = False
+        self,
+        action: Callable[[], T],
+        error: Exception | None = None,
+        held: bool = False,
+        size: int = 0,
     ) -> T:
         """Repeats an action until Redis answers, with full jitter between the tries.
 
         `error` is the fault that led here, if any. `held`: something is being held, so only the
-        end of grace interrupts. Raises Repair for a fault that does not pass, Stop when told to.
+        end of grace interrupts. `size`: bytes that it sends. Raises Repair for a fault that does
+        not pass, TooLarge if it is this message's alone, Stop when told to.
         """
-        tries = 0
+        tries = refusals = 0
         while True:
             if error is not None:
-                if not passing(error):
+                if size > LARGE and whose(error) != "passes" and self.answers():
+                    refusals += 1
+                    if refusals > 1 or not passing(error):  # one cut may be anybody's
+                        raise TooLarge(f"Redis does not take {size} bytes: {fault_text(error)}")
+                elif not passing(error):
                     raise Repair(explain(self.queue, error))
                 self.queue.close()
                 if tries:  # the first is a hiccup
@@ -1612,7 +1629,13 @@ class Hand:
             self.refused(run, "interrupted")
             return None
         if failure is None:
-            return Settlement(run, queue.done(run, *running.follow_ups))
+            step = queue.done(run, *running.follow_ups)
+            if not running.follow_ups:
+                return Settlement(run, step)
+            why = "TooLarge: Redis does not take the follow-up messages"
+            failures = [Failure(why, at_ms=run.now_ms())]
+            small = partial(conclude, queue, policy, run, running.message, failures)
+            return Settlement(run, step, small=small)
         if words[ORDER] == NOW:
             self.let_fall(run, "released", "stopped in mid-run")
             return None

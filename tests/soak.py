@@ -1,23 +1,31 @@
 #!/usr/bin/env python3
-"""The proof for anyone: break everything for SOAK_S seconds, drain, and count every message.
+"""The proof for anyone: break everything for SOAK_S seconds, drain, and account for every message.
 
     make soak                      two minutes
     SOAK_S=3600 make soak          an hour
     SOAK_SEED=42 make soak         the same choices again (the timing differs all the same)
 
 Three workers of three hands each work on a private Redis that keeps every write. Messages of all
-kinds are pushed: most return, others fail, hang, ask for time, kill their process, or are no JSON.
-Meanwhile hands, foremen and the server are killed with -9, frozen and thawed, asked to stop and
-replaced, and cut off. Then the breaking ends, what is left is drained, and the ledger is drawn up.
+kinds are pushed: most return, others fail, hang, swallow what interrupts them, ask for time, kill
+their process, kill whoever reads them, or are no JSON. Meanwhile hands, foremen, workers and the
+server are killed with -9, frozen and thawed, asked to stop and replaced, paused and cut off, and
+dead letters are replayed. Then the breaking ends, what is left is drained, and the ledger is drawn
+up. The laws:
 
-Every run of the handler leaves one line when it begins and one when it ends, so what happened to a
-message is known from outside the queue. The laws:
+    lost                a message that Redis had accepted is in no place, and no run of it returned
+    in two places       a message was found twice, or left the queue more often than it entered
+    charged unjustly    a message counts more failed runs than it had
+    changed             the payload of a dead letter is not what the producer wrote, byte for byte
+    same token          two runs of the handler got one fencing token
+    left behind         leases or notes of messages that are gone
+    stuck               not drained in the end
+    a worker left       one that was not killed ended, or one that was asked to stop left with ≠ 0
 
-    lost            a message that never ran to its end and is not dead: must be none
-    in two places   a message that left the queue more than once, or is there still after it left:
-                    must be none
-    same token      two runs of the handler that got one fencing token: must be none
-    stuck           not drained in the end: must be none
+How many failed runs a message had is known from outside the queue. Each run of the handler leaves a
+mark when it begins, with the failed runs that the message counts by then, and one that says how it
+ended. Before a blow kills somebody, it holds them still and writes down what they hold: these runs
+have failed, too, and no others. To be stopped, to be cut off, to have Redis restarted under it, to
+be frozen for less than a lease justifies no charge.
 
 Messages may run to their end more than once: a hand that is killed or frozen after its work and
 before Redis knows of it leaves no other choice. The table says how many did. Nor need tokens begin
@@ -33,36 +41,53 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from processes import PROJECT, Process
+from processes import PROJECT, Process, until
 from server import Server
 
 QUEUE = "q:tasks"
-PLACES = {"waiting": "", "next": ":next", "running": ":running", "retrying": ":retry"}
 WORKERS, HANDS = 3, 3
-LEASE, TIME_LIMIT, GRACE = 1.0, 0.4, 0.4  # seconds
+LEASE, TIME_LIMIT, GRACE = 1.5, 0.8, 0.5  # seconds
+SHORT = LEASE / 2  # who is frozen for less has renewed in time: a third of the lease had passed
+REJOIN = 5.0  # seconds after an outage in which a worker may not have renewed yet
 BACKLOG = 200  # messages waiting at most: what is pushed can be drained
 PATIENCE = 120.0  # seconds to drain in
+ID = re.compile(rb'\\?"id\\?": (\d+)')  # the first member of each message, in a dead letter, too
 
 HANDLER = """
-import os, signal, time
+import os, re, resource, signal, sys, time
+import __main__
 from backoff import PermanentError
 
-def mark(msg, run, word):
+def mark(id, token, word, charged=0):
+    line = f"{time.monotonic():.6f} {os.getpid()} {id} {token} {word} {charged}\\n"
     fd = os.open(os.environ["QR_DIR"] + "/marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(fd, f"{msg['id']} {run.token} {word}\\n".encode())
+    os.write(fd, line.encode())
     os.close(fd)
 
 def process(msg, run):
-    mark(msg, run, "began")
+    charged = run.attempts + msg.get("_retry", {}).get("earlier_attempts", 0)
+    try:
+        mark(msg["id"], run.token, "began", charged)
+        work(msg, run)
+        if msg["kind"] != "swallow":
+            mark(msg["id"], run.token, "ended", charged)
+    except BaseException as error:
+        mark(msg["id"], run.token, type(error).__name__)
+        raise
+
+def work(msg, run):
     kind = msg["kind"]
     if kind == "slow":
         time.sleep(msg["seconds"])
@@ -71,24 +96,96 @@ def process(msg, run):
     elif kind == "permanent":
         raise PermanentError(kind)
     elif kind == "crash":
+        mark(msg["id"], run.token, "killed")
         os.kill(os.getpid(), signal.SIGKILL)
+    elif kind in ("swallow", "deaf"):
+        swallow(msg, run)
+        while kind == "deaf":
+            swallow(msg, run)
     elif kind == "hang":
         time.sleep(60)
-    elif kind == "deaf":
-        while True:
-            try: time.sleep(60)
-            except BaseException: pass
     elif kind == "stage" and run.stage is None:
         run.checkpoint("half")
         raise ConnectionError("after the first half")
-    mark(msg, run, "ended")
+    elif kind == "huge":
+        raise ValueError("it could be read")
+
+def swallow(msg, run):
+    try:
+        time.sleep(60)
+    except BaseException as error:
+        mark(msg["id"], run.token, type(error).__name__)
+
+# What kills its reader does so before there is a run: the mark has a name of its own for that.
+
+def load(raw, really=__main__.load):
+    deadly = raw.startswith(b'{"id": ') and re.match(rb'.{7}(\\d+), "kind": "deadly"', raw)
+    if deadly:
+        mark(deadly[1].decode(), f"read-{os.getpid()}", "killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return really(raw)
+    except MemoryError:
+        id = re.match(rb'.{7}(\\d+)', raw)[1].decode()
+        mark(id, f"read-{os.getpid()}-{time.monotonic_ns()}", "MemoryError")
+        raise
+
+__main__.load = load
+if sys.platform == "linux":
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 16_000_000, -1))
 """
 
-# How often of a hundred, and whether it can succeed.
+# How often of a hundred.
 KINDS = {
-    "ok": 50, "slow": 16, "flaky": 10, "stage": 6, "bad": 5, "permanent": 4, "crash": 3,
-    "undecodable": 3, "hang": 2, "deaf": 1,
+    "ok": 49, "slow": 16, "flaky": 9, "stage": 6, "bad": 4, "permanent": 3, "crash": 3,
+    "undecodable": 3, "hang": 2, "swallow": 2, "deaf": 1, "deadly": 2,
+    "huge": 0.4 if sys.platform == "linux" else 0,  # only Linux bounds the address space
 }  # fmt: skip
+NOT_THEIRS = ("Stop", "LeaseLost")  # interruptions that are no failure of the handler
+UNCOUNTED = "PermanentError"  # dead at once, `attempts` as they are
+
+
+def text_of(number: int, kind: str, seconds: float) -> bytes:
+    """What the producer pushes; the identity comes first."""
+    text = json.dumps({"id": number, "kind": kind, "seconds": seconds}).encode()
+    if kind == "undecodable":
+        return text[:-1] + b"\xff\xfe"
+    if kind == "huge":  # 1.2 MB, and more than 16 MB once it is parsed
+        return text[:-1] + b', "a": [' + b"[]," * 400_000 + b"[]]}"
+    return text
+
+
+# ── What happened, seen from outside the queue ────────────────────────────────────────────────
+
+
+class Mark(NamedTuple):
+    """What a run of the handler wrote down. `charged`: the failed runs that its message counted."""
+
+    at: float
+    pid: int
+    id: int
+    token: str
+    word: str
+    charged: int
+
+
+class Held(NamedTuple):
+    """A lease: who has which run."""
+
+    token: str
+    foreman: int
+    hand: int
+
+
+class Freeze(NamedTuple):
+    """Somebody stood still. `held`: the tokens that they held when it began."""
+
+    start: float
+    end: float
+    hands: list[int]
+    foreman: bool
+    held: set[str]
 
 
 class Soak:
@@ -97,17 +194,24 @@ class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
         (folder / "taskproc.py").write_text(HANDLER)
+        (folder / "marks").touch()
         self.server = Server(
             folder / "server", append_only=True, options={"appendfsync": "always"}
         ).start()
         self.client = self.server.client(socket_timeout=30)
-        self.workers = [self.worker() for _ in range(WORKERS)]
-        self.leaving: list[Process] = []
-        self.pushed: dict[int, str] = {}
+        self.pushed: dict[int, tuple[str, float]] = {}  # kind and seconds by id
         self.blows: Counter[str] = Counter()
-        self.frozen: list[tuple[float, Callable[[], object]]] = []  # until when, and how to thaw
+        self.broken: list[str] = []  # laws, as sentences
+        self.killed: dict[int, set[str]] = defaultdict(set)  # tokens that the killed held, by id
+        self.id_of: dict[str, int] = {}  # by token, where a blow has looked
+        self.freezes: list[Freeze] = []
+        self.frozen: list[tuple[float, int, Callable[[], None]]] = []  # until, who, how to thaw
+        self.thawed: dict[int, float] = {}  # when, by foreman
+        self.outages: list[float] = []  # when each ended
+        self.leaving: list[Process] = []
+        self.workers = [self.worker() for _ in range(WORKERS)]
 
-    def worker(self) -> Process:
+    def start(self, script: str) -> Process:
         settings = {
             "REDIS_URL": self.server.url,
             "QR_DIR": self.folder,
@@ -120,68 +224,166 @@ class Soak:
             "QR_CAP": 0.5,
             "QR_DLQ_ALERT": 1_000_000,
         }
-        return Process([PROJECT / "worker.py"], self.folder / "streams", settings)
+        return Process([PROJECT / script], self.folder / "streams", settings)
 
-    # Messages ---------------------------------------------------------------------------------
+    def worker(self) -> Process:
+        return self.start("worker.py")
+
+    # Messages ─────────────────────────────────────────────────────────────────────────────────
 
     def push(self, count: int) -> None:
         """As a producer does. Redis has answered, so each of these is the queue's to keep."""
         for kind in self.random.choices(list(KINDS), list(KINDS.values()), k=count):
-            number = len(self.pushed)
-            message = {"id": number, "kind": kind, "seconds": self.random.uniform(0, 0.3)}
-            text = json.dumps(message)
-            self.client.lpush(QUEUE, text[:-1] if kind == "undecodable" else text)
-            self.pushed[number] = kind
+            number, seconds = len(self.pushed), self.random.uniform(0, TIME_LIMIT * 0.7)
+            self.client.lpush(QUEUE, text_of(number, kind, seconds))
+            self.pushed[number] = kind, seconds
 
     def left(self) -> dict[str, int]:
+        """What there is to do; and what there must not be if there is nothing to do."""
         with self.client.pipeline(transaction=True) as look:
             look.llen(QUEUE).llen(QUEUE + ":next")
             look.hlen(QUEUE + ":running").zcard(QUEUE + ":retry")
-            return dict(zip(PLACES, look.execute(), strict=True))
+            look.zcard(QUEUE + ":leases").hlen(QUEUE + ":notes")
+            places = ("waiting", "next", "running", "retrying", "leases", "notes")
+            return dict(zip(places, look.execute(), strict=True))
 
-    # Blows ------------------------------------------------------------------------------------
+    def found(self) -> Counter[int]:
+        """In how many places each message is, all looked at in one instant."""
+        with self.client.pipeline(transaction=True) as look:
+            look.lrange(QUEUE, 0, -1).lrange(QUEUE + ":next", 0, -1)
+            look.hvals(QUEUE + ":running").zrange(QUEUE + ":retry", 0, -1)
+            look.lrange(QUEUE + ":dlq", 0, -1)
+            texts = [text for place in look.execute() for text in place]
+        return Counter(int(found[1]) for text in texts if (found := ID.search(text[:200])))
+
+    def marks(self) -> Iterator[Mark]:
+        for line in (self.folder / "marks").read_text().splitlines():
+            at, pid, number, token, word, charged = line.split()
+            yield Mark(float(at), int(pid), int(number), token, word, int(charged))
+
+    def look(self) -> None:
+        """Nothing is lost and nothing is in two places, at this instant."""
+        found = self.found()
+        ended = {mark.id for mark in self.marks() if mark.word == "ended"}
+        self.law_of_places(found, ended, "in the middle of it all")
+
+    def law_of_places(self, found: Counter[int], ended: set[int], when: str) -> None:
+        """What is in no place must have run to its end."""
+        lost = [number for number in self.pushed if not found[number] and number not in ended]
+        twice = [number for number, times in found.items() if times > 1]
+        if lost:
+            self.broken.append(
+                f"LOST, {when}: {len(lost)} messages that Redis had accepted are in no place, and "
+                f"no run of theirs returned: {self.named(lost)}. This must never happen."
+            )
+        if twice:
+            self.broken.append(
+                f"IN TWO PLACES, {when}: {self.named(twice)}: some transition added and did not "
+                "remove, or was applied twice; each copy will run."
+            )
+
+    def named(self, numbers: list[int]) -> str:
+        shown = [f"{number} ({self.pushed[number][0]})" for number in numbers[:20]]
+        return ", ".join(shown + ["…"] * (len(numbers) > 20))
+
+    # Who holds what ───────────────────────────────────────────────────────────────────────────
+
+    def held(self, *, foreman: int = 0, hand: int = 0) -> set[str]:
+        """The tokens that the hands of a foreman, or one hand, have leases for, and their ids."""
+        tokens = set()
+        for lease in self.client.zrange(QUEUE + ":leases", 0, -1):
+            found = re.fullmatch(rb"(\d+) [^:]*:(\d+):[^/]*/(\d+)", lease)
+            one = Held(found[1].decode(), int(found[2]), int(found[3])) if found else None
+            if one and (one.foreman == foreman or one.hand == hand):
+                tokens.add(one.token)
+        for token in tokens:
+            text = self.client.hget(QUEUE + ":running", token)
+            if text and (number := ID.search(text[:200])):
+                self.id_of[token] = int(number[1])
+        return tokens
+
+    def justify(self, tokens: set[str]) -> None:
+        """Their holders are being killed: each of these runs may be charged, once."""
+        for token in tokens:
+            if token in self.id_of:  # else it was over when we looked
+                self.killed[self.id_of[token]].add(token)
+
+    # Blows ────────────────────────────────────────────────────────────────────────────────────
 
     def kill_hand(self) -> None:
         if hands := self.random.choice(self.workers).children():
-            hit(self.random.choice(hands), signal.SIGKILL)
+            hand = self.random.choice(hands)
+            hold_still(hand)
+            self.justify(self.held(hand=hand))
+            hit(hand, signal.SIGKILL)
 
     def kill_foreman(self) -> None:
-        worker = self.random.choice(self.workers)
-        worker.send(signal.SIGKILL)
-        worker.wait()
+        self.kill(self.random.choice(self.workers), hands_too=False)
 
     def kill_worker(self) -> None:
-        worker = self.random.choice(self.workers)
-        worker.send_group(signal.SIGKILL)
+        self.kill(self.random.choice(self.workers), hands_too=True)
+
+    def kill(self, worker: Process, hands_too: bool) -> None:
+        hands = worker.children()
+        before = self.held(foreman=worker.pid)
+        worker.send(signal.SIGKILL)
+        for hand in hands if hands_too else []:
+            hit(hand, signal.SIGKILL)
         worker.wait()
+        self.workers.remove(worker)
+        # Its leases last for a while yet. A run that began after the first look is among them.
+        self.justify(before | self.held(foreman=worker.pid))
 
     def stop_worker(self) -> None:
         worker = self.random.choice(self.workers)
-        if worker.err:  # before its first line it may not listen yet, and would just die
+        if "handler" in worker.err:  # before that it may not listen yet, and would just die
             worker.send(self.random.choice([signal.SIGTERM, signal.SIGINT]))
             self.workers.remove(worker)
             self.leaving.append(worker)
 
     def freeze_hand(self) -> None:
-        if hands := self.random.choice(self.workers).children():
-            hand = self.random.choice(hands)
-            hit(hand, signal.SIGSTOP)
-            self.thaw_later(lambda: hit(hand, signal.SIGCONT))
+        self.freeze(foreman=False, some=True)
+
+    def freeze_foreman(self) -> None:
+        self.freeze(foreman=True, some=False)
 
     def freeze_worker(self) -> None:
-        worker = self.random.choice(self.workers)
-        worker.send_group(signal.SIGSTOP)
-        self.thaw_later(lambda: worker.running() and worker.send_group(signal.SIGCONT))
+        self.freeze(foreman=True, some=True)
+
+    def freeze(self, foreman: bool, some: bool) -> None:
+        """A worker or a part of it stands still, for less than a lease or for longer."""
+        worker, now = self.random.choice(self.workers), time.monotonic()
+        if worker.pid in {who for _, who, _ in self.frozen} or now < self.thawed.get(worker.pid, 0):
+            return
+        hands = worker.children()
+        these = hands if foreman else hands[:1]
+        pids = [worker.pid] * foreman + these * some
+        for pid in pids:
+            hold_still(pid)
+        held = self.held(foreman=worker.pid)
+
+        def thaw() -> None:
+            for pid in pids:
+                hit(pid, signal.SIGCONT)
+            end = time.monotonic()
+            self.freezes.append(Freeze(now, end, these, foreman, held))
+            self.thawed[worker.pid] = end + LEASE / 3  # by then it has renewed
+
+        until = now + self.random.choice([SHORT / 2, SHORT / 2, LEASE, 2 * LEASE])
+        self.frozen.append((until, worker.pid, thaw))
 
     def restart_server(self) -> None:
         self.server.kill()
         time.sleep(self.random.uniform(0, 2))
         self.server.start()
+        self.outages.append(time.monotonic())
 
     def freeze_server(self) -> None:
         self.server.freeze()
         time.sleep(self.random.uniform(0, 4))
         self.server.thaw()
+        self.client.ping()
+        self.outages.append(time.monotonic())
 
     def cut_connections(self) -> None:
         self.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -189,8 +391,16 @@ class Soak:
     def flush_scripts(self) -> None:
         self.client.script_flush()
 
-    def thaw_later(self, thaw: Callable[[], object]) -> None:
-        self.frozen.append((time.monotonic() + self.random.uniform(0, 3 * LEASE), thaw))
+    def pause(self) -> None:
+        self.client.set(QUEUE + ":pause", "soak")
+        time.sleep(self.random.uniform(0, 1))
+        self.client.delete(QUEUE + ":pause")
+
+    def replay_one(self) -> None:
+        replay = self.start("replay.py")
+        if code := replay.wait():
+            self.broken.append(f"THE DESK FAILED: replay.py left with {code}\n{replay}")
+        replay.end()
 
     def blow(self) -> None:
         """One thing is broken, and the workers that died of it are replaced."""
@@ -200,26 +410,37 @@ class Soak:
             (self.kill_worker, 2),
             (self.stop_worker, 3),
             (self.freeze_hand, 4),
+            (self.freeze_foreman, 3),
             (self.freeze_worker, 4),
             (self.restart_server, 2),
             (self.freeze_server, 1),
             (self.cut_connections, 4),
             (self.flush_scripts, 4),
+            (self.pause, 1),
+            (self.replay_one, 2),
         ]
         methods, weights = zip(*blows, strict=True)
         [method] = self.random.choices(methods, weights)
         method()
         self.blows[method.__name__.replace("_", " ")] += 1
         self.thaw(time.monotonic())
-        self.workers = [each for each in self.workers if each.running()]
+        for worker in [each for each in self.workers if not each.running()]:
+            self.left_unasked(worker)
+            self.workers.remove(worker)
         self.workers += [self.worker() for _ in range(WORKERS - len(self.workers))]
 
     def thaw(self, now: float) -> None:
         for entry in [entry for entry in self.frozen if entry[0] <= now]:
             self.frozen.remove(entry)
-            entry[1]()
+            entry[2]()
 
-    # The two halves ---------------------------------------------------------------------------
+    def left_unasked(self, worker: Process) -> None:
+        self.broken.append(
+            f"A WORKER LEFT: nobody had killed it or asked it to stop, and it ended with "
+            f"{worker.wait()}\n{worker}"
+        )
+
+    # The two halves ───────────────────────────────────────────────────────────────────────────
 
     def rage(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -232,24 +453,38 @@ class Soak:
                 report += 10
                 so_far = f"{len(self.pushed)} pushed, {self.blows.total()} blows"
                 print(f"{so_far}, left: {self.left()}", flush=True)
+                self.look()
 
-    def drain(self) -> bool:
-        """Lets the workers finish in peace and stops them; False if they do not get done."""
+    def drain(self) -> None:
+        """Lets the workers finish in peace and stops them."""
         self.thaw(float("inf"))
         end = time.monotonic() + PATIENCE
-        while any(self.left().values()) and time.monotonic() < end:
+        while any((left := self.left()).values()) and time.monotonic() < end:
             time.sleep(0.1)
-        drained = not any(self.left().values())
+        work, rest = dict(list(left.items())[:4]), dict(list(left.items())[4:])
+        if any(work.values()):
+            self.broken.append(
+                f"STUCK: {left} after {PATIENCE:g} s of peace: somebody has stopped working."
+            )
+        elif any(rest.values()):
+            self.broken.append(
+                f"LEFT BEHIND: {rest}, and no message is running or retrying: a lease that nobody "
+                "gives up, or a note that would be read with a message that has gone."
+            )
         for worker in self.workers:
-            while not worker.err and worker.running():
-                time.sleep(0.1)
+            if not worker.running():
+                self.left_unasked(worker)
+                continue
+            until(lambda worker=worker: "handler" in worker.err or not worker.running())
             worker.send(signal.SIGTERM)
         for worker in self.leaving + self.workers:
             if code := worker.wait():
-                raise AssertionError(f"a worker that was asked to stop left with {code}\n{worker}")
-        return drained
+                self.broken.append(
+                    f"A WORKER LEFT with {code} after it had been asked to stop\n{worker}"
+                )
 
     def close(self) -> None:
+        self.thaw(float("inf"))
         for worker in self.leaving + self.workers:
             worker.end()
         self.client.close()
@@ -262,78 +497,151 @@ def hit(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-# --- The ledger -----------------------------------------------------------------------------------
+def hold_still(pid: int) -> None:
+    """Freezes a process, and returns when it stands still or has gone."""
+    hit(pid, signal.SIGSTOP)
+
+    def state() -> str:
+        return subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+        ).stdout.strip()
+
+    until(lambda: state()[:1] in ("", "T", "Z"))
 
 
-def ledger(soak: Soak, drained: bool) -> list[str]:
-    """Prints what became of every message; returns the laws that were broken, as sentences."""
+# ── The ledger ────────────────────────────────────────────────────────────────────────────────
+
+
+def failed_runs(soak: Soak) -> dict[int, set[str]]:
+    """The tokens of the runs of each message that have failed: each may be charged once."""
+    failed = {number: set(tokens) for number, tokens in soak.killed.items()}
+    began: dict[str, Mark] = {}
+    for mark in soak.marks():
+        failed.setdefault(mark.id, set())
+        if mark.word == "began":
+            began[mark.token] = mark
+        elif mark.word == "TimeLimitExceeded":  # a failure only if the limit had really passed
+            if mark.at >= began[mark.token].at + TIME_LIMIT - 0.05:
+                failed[mark.id].add(mark.token)
+        elif mark.word not in ("ended", UNCOUNTED, *NOT_THEIRS):
+            failed[mark.id].add(mark.token)
+    for freeze in soak.freezes:
+        within = {
+            token
+            for token, mark in began.items()
+            if mark.pid in freeze.hands and freeze.start <= mark.at <= freeze.end
+        }
+        upset = any(end - 5 < freeze.end and freeze.start < end + REJOIN for end in soak.outages)
+        expired = freeze.foreman and (freeze.end - freeze.start > SHORT or upset)
+        for token in freeze.held | within:
+            mark = began.get(token)
+            number = mark.id if mark else soak.id_of.get(token)
+            overrun = mark and freeze.end > mark.at + TIME_LIMIT + GRACE - 0.05
+            if number is not None and (expired or overrun):
+                failed.setdefault(number, set()).add(token)
+    return failed
+
+
+class Letter(NamedTuple):
+    """A dead letter. `charged`: the failed runs that it counts, before its replays too."""
+
+    id: int
+    reason: str
+    charged: int
+    intact: bool
+    history: list[Any]
+
+    @classmethod
+    def read(cls, raw: bytes, soak: Soak) -> Letter:
+        facts = json.loads(raw)
+        charged = facts["attempts"] + facts.get("earlier_attempts", 0)
+        number = int(ID.search(raw)[1])  # type: ignore[index]
+        own = text_of(number, *soak.pushed[number])
+        if isinstance(facts["payload"], dict):
+            intact = raw.startswith(b'{"payload": ' + own + b', "error": ')
+        else:  # it was not read, so what it counted before is in it
+            payload = facts["payload"].encode(errors="surrogateescape")
+            intact = payload.startswith(own[:-1]) and payload.endswith(own[-1:])
+            with contextlib.suppress(ValueError):
+                before = json.loads(payload)
+                charged += before.get("attempts", 0)
+                charged += before.get("_retry", {}).get("earlier_attempts", 0)
+        return cls(number, facts["reason"], charged, intact, facts.get("history", []))
+
+
+def ledger(soak: Soak) -> None:
+    """Prints what became of every message, and notes the laws that were broken."""
     began: Counter[int] = Counter()
     ended: Counter[int] = Counter()
     tokens: Counter[str] = Counter()
-    for line in (soak.folder / "marks").read_text().splitlines():
-        number, token, word = line.split()
-        if word == "began":
-            began[int(number)] += 1
-            tokens[token] += 1
-        else:
-            ended[int(number)] += 1
-
-    dead: Counter[int] = Counter()
-    reasons: Counter[str] = Counter()
-    for text in soak.client.lrange(QUEUE + ":dlq", 0, -1):
-        letter = json.loads(text)
-        payload = letter["payload"]
-        if isinstance(payload, str):  # the undecodable ones lack a bracket, and only that
-            payload = json.loads(payload + "}")
-        dead[payload["id"]] += 1
-        reasons[letter["reason"]] += 1
+    charged: Counter[int] = Counter()
+    for mark in soak.marks():
+        charged[mark.id] = max(charged[mark.id], mark.charged)
+        if mark.word == "began":
+            began[mark.id] += 1
+            tokens[mark.token] += 1
+        elif mark.word == "ended":
+            ended[mark.id] += 1
+    letters = [Letter.read(raw, soak) for raw in soak.client.lrange(QUEUE + ":dlq", 0, -1)]
+    dead = Counter(letter.id for letter in letters)
+    history = {letter.id: letter.history for letter in letters}
+    for letter in letters:
+        charged[letter.id] = max(charged[letter.id], letter.charged)
 
     stats = {k.decode(): int(n) for k, n in soak.client.hgetall(QUEUE + ":stats").items()}
-    left = soak.left()
-    lost = [n for n in soak.pushed if not ended[n] and not dead[n]]
-    doubled = [n for n, times in dead.items() if times > 1]
-    # Each message leaves the queue once, by `done` or by `dead`, and Redis counts it in that step.
-    surplus = stats.get("done", 0) + dead.total() + sum(left.values()) - len(soak.pushed)
+    found = soak.found()
+    # Each message leaves the queue once, by `done` or as dead, and Redis counts `done` in the step.
+    surplus = stats.get("done", 0) + found.total() - len(soak.pushed)
+    failed = failed_runs(soak)
+    unjust = [n for n, times in charged.items() if times > len(failed.get(n, ()))]
+    spared = sum(len(tokens) - charged[n] for n, tokens in failed.items() if n not in unjust)
+    changed = [letter.id for letter in letters if not letter.intact]
     reused = [token for token, runs in tokens.items() if runs > 1]
-    strange = [n for n in dead if soak.pushed[n] in ("ok", "slow", "flaky", "stage") and ended[n]]
+    strange = [n for n in dead if ended[n]]
+    reasons = Counter(letter.reason for letter in letters)
 
     rows = [
         ("pushed", len(soak.pushed), ""),
         ("done", stats.get("done", 0), ""),
         ("dead", dead.total(), ", ".join(f"{n} {reason}" for reason, n in reasons.items())),
-        ("left", sum(left.values()), "" if drained else f"STUCK: {left}"),
-        ("lost", len(lost), "none may be"),
-        ("in two places", len(doubled) + max(0, surplus), "none may be"),
-        ("same token", len(reused), "none may be"),
         ("runs", began.total(), f"{stats.get('retried', 0)} retried"),
+        ("failed runs", sum(map(len, failed.values())), f"{charged.total()} of them charged"),
+        ("not charged", spared, "stopped, or nearly: settled before the blow, back in time"),
+        ("charged unjustly", len(unjust), "none may be"),
+        ("changed", len(changed), "none may be"),
+        ("same token", len(reused), "none may be"),
         ("ran to the end twice", sum(n > 1 for n in ended.values()), "killed or frozen after work"),
-        ("done and dead", len(strange), "their last runs were killed after the work"),
-        ("runs taken over", stats.get("reclaimed", 0), "their lease had ended"),
-        ("late results refused", stats.get("refused", 0), ""),
+        ("ended, yet dead", len(strange), "their last runs were killed after the work"),
+        ("fallen", stats.get("fallen", 0), "runs that nobody settled"),
         ("released", stats.get("released", 0), "by workers that were stopped"),
+        ("refused", stats.get("refused", 0), "results that came too late"),
+        ("replayed", stats.get("replayed", 0), ""),
     ]
     print(f"\nblows: {', '.join(f'{n} {name}' for name, n in soak.blows.most_common())}\n")
     for name, count, remark in rows:
         print(f"{name:>21} {count:>7}   {remark}".rstrip())
-    broken = []
-    if lost or surplus < 0:
-        broken.append(
-            f"LOST: {max(len(lost), -surplus)} messages that Redis had accepted are in no place "
-            f"and were never finished: {lost[:20]}. This must never happen."
+    soak.law_of_places(found, set(ended), "in the end")
+    if surplus:
+        soak.broken.append(
+            f"IN TWO PLACES or LOST: {stats.get('done', 0)} were done and {found.total()} are still "
+            f"there, which is {surplus:+} against the {len(soak.pushed)} that were pushed: a "
+            "message was done more than once, or was done and stayed, or left without being done."
         )
-    if doubled or surplus > 0:
-        broken.append(
-            f"IN TWO PLACES: {doubled[:20]} are dead more than once, and the queue counts "
-            f"{surplus} endings more than messages: some transition was applied twice."
+    for n in unjust:
+        soak.broken.append(
+            f"CHARGED UNJUSTLY: message {n} ({soak.pushed[n][0]}) counts {charged[n]} failed runs, "
+            f"but had {len(failed.get(n, ()))}: {sorted(failed.get(n, ()))}. Something that is not "
+            f"its fault brings it nearer to its death. Its history: {history.get(n, 'it is done')}"
+        )
+    if changed:
+        soak.broken.append(
+            f"CHANGED: {soak.named(changed)}: the payload is not what the producer wrote."
         )
     if reused:
-        broken.append(
+        soak.broken.append(
             f"SAME TOKEN: {reused[:20]} were given to two runs each: a store that refuses late "
             "writers by the token cannot tell them apart."
         )
-    if not drained:
-        broken.append(f"STUCK: {left} after {PATIENCE:g} s of peace: somebody has stopped working.")
-    return broken
 
 
 def main() -> int:
@@ -344,16 +652,17 @@ def main() -> int:
     soak = Soak(folder, seed)
     try:
         soak.rage(seconds)
-        broken = ledger(soak, soak.drain())
+        soak.drain()
+        ledger(soak)
     except BaseException:
         print(f"the files are in {folder}", file=sys.stderr)
         raise
     finally:
         soak.close()
-    if broken:
-        print("\n" + "\n".join(broken) + f"\nThe files are in {folder}")
+    if soak.broken:
+        print("\n" + "\n".join(soak.broken) + f"\nThe files are in {folder}")
         return 1
-    print("\nNothing was lost, and nothing is in two places.")
+    print("\nNothing was lost, nothing is in two places, and no message was charged unjustly.")
     shutil.rmtree(folder)
     return 0
 

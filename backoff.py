@@ -33,6 +33,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  an older Python comes this far, a
 import argparse
 import heapq
 import importlib
+import linecache
 import math
 import random
 import re
@@ -425,26 +426,31 @@ def describe(error: BaseException) -> str:
 def trace(error: BaseException) -> str:
     """The traceback, at most TRACEBACK bytes; if it is longer, own code stays. Never a local."""
     try:
-        import traceback  # only here: it is rarely needed
-
-        def lines(own: bool) -> Iterator[str]:
-            seen: set[int] = set()
-            each: BaseException | None = error
-            while each is not None and id(each) not in seen and len(seen) < 5:
-                seen.add(id(each))
-                for step, who in steps_of(each):
-                    if who == "handler" or not own:
-                        yield from traceback.format_tb(step, 1)
-                yield f"{said(each, ERROR)}\n"
-                each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-                if each is not None:
-                    yield "caused by\n"
-
-        text = "".join(lines(False))
-        text = text if len(text.encode(errors="replace")) <= TRACEBACK else "".join(lines(True))
+        text = "".join(traced(error, only_own=False))
+        if len(text.encode(errors="replace")) > TRACEBACK:
+            text = "".join(traced(error, only_own=True))
         return text.encode(errors="replace")[:TRACEBACK].decode(errors="ignore")
     except BaseException as why:
         return f"cannot be told: {type(why).__name__}"
+
+
+def traced(error: BaseException, only_own: bool) -> Iterator[str]:
+    """The lines of the traceback of an exception and of its causes, as Python writes them."""
+    seen = {id(error)}
+    cause: BaseException | None = error
+    while cause is not None:
+        for step, who in steps_of(cause):
+            if who == "handler" or not only_own:
+                file, name = step.tb_frame.f_code.co_filename, step.tb_frame.f_code.co_name
+                yield f'  File "{file}", line {step.tb_lineno}, in {name}\n'
+                if line := linecache.getline(file, step.tb_lineno).strip():
+                    yield f"    {line}\n"
+        yield f"{said(cause, ERROR)}\n"
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        if id(cause) in seen or len(seen) > 4:
+            return
+        seen.add(id(cause))
+        yield "caused by\n" if cause is not None else ""
 
 
 # ---- The other backoff -----------------------------------------------------------------------

@@ -117,7 +117,8 @@ COUNT = 2**53 - 1  # the most that a count may be: what every JSON reader can ho
 COUNTS = ("released", "replays", "earlier_attempts")
 KEPT = ("stage", "history", *COUNTS)  # what `_retry` may hold
 DECODER = json.JSONDecoder()
-BLANK = re.compile(r"[ \t\n\r]*")
+QUOTE = json.JSONEncoder(ensure_ascii=False).encode
+BLANK, BARE = re.compile(r"[ \t\n\r]*"), re.compile(r"[\w.:/-]+")
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3}|\.\d{6})?(Z|[+-]\d\d:\d\d)")
 
 
@@ -181,10 +182,6 @@ def is_date(value: object) -> bool:
 
 def is_kept(value: object) -> bool:
     """Tells whether a `_retry` member is one that we wrote: {history, stage, replays, …}."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return False
     return (
         isinstance(value, dict)
         and value.keys() <= set(KEPT)
@@ -396,7 +393,7 @@ def word(value: object) -> str:
     if value is None:
         return "-"
     text = printable(str(value), 40)
-    return text if re.fullmatch(r"[\w.:/-]+", text) else json.dumps(text, ensure_ascii=False)
+    return text if BARE.fullmatch(text) else QUOTE(text)
 
 
 # ══ QUEUE ═════════════════════════════════════════════════════════════════════════════════════
@@ -1153,7 +1150,11 @@ def envelope(
     if last.cause is not None:
         facts["traceback"] = trace(last.cause)
     facts |= {name: kept[name] for name in KEPT if name in kept}
-    return b'{"payload": ', f", {json.dumps(facts)[1:]}".encode()
+    try:
+        text = json.dumps(facts, allow_nan=False)
+    except (ValueError, RecursionError):  # a history or stage that somebody else has made up
+        text = json.dumps({name: fact for name, fact in facts.items() if name not in KEPT})
+    return b'{"payload": ', f", {text[1:]}".encode()
 
 
 # Lines for people ───────────────────────────────────────────────────────────────────────────
@@ -1165,8 +1166,7 @@ REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
 STREAMS: dict[int, tuple[int, int] | None] = {}  # what 1 and 2 stood for at the start
 LOG = {"json": False}  # --log
 SHOWN: dict[str, Callable[[Any], str]] = {
-    "kind": word, "wait": "{:.3f}".format, "of": "{:g}".format,
-    "error": partial(json.dumps, ensure_ascii=False),
+    "kind": word, "wait": "{:.3f}".format, "of": "{:g}".format, "error": QUOTE,
 }  # fmt: skip
 
 

@@ -479,26 +479,26 @@ last = last < 9e15 and math.floor(math.max(last, 0)) or 0
 local number = math.max(last + 1, time[1] * 1000000 + time[2])
 local token = string.format('%.0f', number + (number - last + 1) % 2)
 local from = redis.call('LLEN', next) > 0 and next or redis.call('LLEN', waiting) > 0 and waiting
-local turn, note = token % 2 == 0 or not from, ''
+local turn, note, old, text = token % 2 == 0 or not from, false
 local due = turn and redis.call('ZRANGEBYSCORE', retry, '-inf', now, 'LIMIT', 0, 1)[1]
 if due then
-  local old, text = string.match(due, '^(%d+):(.*)$')
-  note, from = redis.call('HGET', notes, old or '') or '', waiting
-  if note ~= '' then redis.call('HSET', notes, token, note) end
-  redis.call('RPUSH', waiting, text or due)
+  old, text = string.match(due, '^(%d+):(.*)$')
+  note, text, from = redis.call('HGET', notes, old or ''), text or due, waiting
+  if note then redis.call('HSET', notes, token, note) end
+  redis.call('RPUSH', waiting, text)
   redis.call('ZREM', retry, due)
-  redis.call('HDEL', notes, old or '')
+  if note then redis.call('HDEL', notes, old) end
 elseif not from then
   local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')[2]
   local wait = first and math.min(first - now, 1e15) or -1
   return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
 end
-local text = redis.call('LINDEX', from, -1)
+text = text or redis.call('LINDEX', from, -1)
 redis.call('SET', fence, token)
 redis.call('ZADD', leases, now + ARGV[2], token .. ' ' .. ARGV[1])
 redis.call('HSET', running, token, text)
 redis.call('LTRIM', from, 0, -2)
-return {'run', now, token, note == '' and text or '', note}
+return {'run', now, token, note and '' or text, note or ''}
 """)  # fmt: skip
 
 # done: running → gone; follow-up messages → waiting.

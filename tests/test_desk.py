@@ -103,7 +103,9 @@ def test_nothing_out_of_a_letter_commands_the_terminal(
     facts = {name: HOSTILE for name in ("error", "attempts", "reason", "failed_at", "worker", "x")}
     redis_client.lpush(DLQ, envelope(payload, history=history, **facts), HOSTILE.encode())
     redis_client.lpush(DLQ, envelope(json.dumps(json.dumps(payload, ensure_ascii=False)), **facts))
-    redis_client.hset("q:tasks:running", "7", f"{HOSTILE} 1 {json.dumps(payload)}")
+    redis_client.hset("q:tasks:running", "7", json.dumps(payload))
+    redis_client.zadd("q:tasks:leases", {f"7 {HOSTILE}": 1, HOSTILE: 2})
+    redis_client.hset("q:tasks:notes", "7", HOSTILE)
     redis_client.hset("q:tasks:stats", HOSTILE, 1)
     redis_client.zadd("q:tasks:workers", {f"{HOSTILE}/{HOSTILE}": queue.now_ms() - 90_000})
     redis_client.zadd("q:tasks:retry", {f"1:{json.dumps(payload)}": 1})
@@ -332,8 +334,9 @@ def busy(redis_client: redis.Redis, queue: Queue) -> int:
     message = json.dumps({"kind": "pay", "attempts": 2, "first_seen_at": iso(now - 120_000)})
     redis_client.lpush("q:tasks", message, "{}")
     redis_client.lpush("q:tasks:next", message)
-    redis_client.hset("q:tasks:running", mapping={"41": f"me/2 {now - 30_000} {message}"})
-    redis_client.zadd("q:tasks:leases", {"41": now + 30_000})
+    token = (now - 30_000) * 1000
+    redis_client.hset("q:tasks:running", str(token), message)
+    redis_client.zadd("q:tasks:leases", {f"{token} me/2": now + 30_000})
     redis_client.zadd("q:tasks:retry", {f"40:{message}": now + 60_000, "39:{}": now - 1000})
     redis_client.lpush(DLQ, dead_for(7200, now), dead_for(5, now))
     redis_client.hset("q:tasks:stats", mapping={"done": 10, "dead": 2})
@@ -348,7 +351,7 @@ def test_status_shows_every_state(server: Server, busy: int) -> None:
     assert ["running", "1", "30 s"] in rows
     assert ["retrying", "2", "2 min"] in rows
     assert ["dead", "2", "2.0 h"] in rows
-    assert ["41", "pay", "me/2", "30 s"] in rows
+    assert [str((busy - 30_000) * 1000), "pay", "me/2", "30 s"] in rows
     assert ["host:1:ab", "hand1", "2 s ago"] in rows
     assert ["1", "in 0.0 s", "-", "0"] in rows
     assert any(row[:2] == ["done", "10"] for row in rows)
@@ -358,11 +361,13 @@ def test_status_shows_every_state(server: Server, busy: int) -> None:
     assert facts["overdue"] == 1 and facts["counters"] == {"done": 10, "dead": 2}
 
 
-@pytest.mark.parametrize("start", ["253402300800000", "9" * 400, "9" * 5_000])
-def test_a_run_with_an_absurd_start_hides_nothing(
-    server: Server, redis_client: redis.Redis, busy: int, start: str
+@pytest.mark.parametrize("token", ["253402300800000000", "9" * 400, "9" * 5_000, "-1", "", "x y"])
+def test_a_run_with_an_absurd_token_hides_nothing(
+    server: Server, redis_client: redis.Redis, busy: int, token: str
 ) -> None:
-    redis_client.hset("q:tasks:running", "42", f"me/3 {start} {{}}")
+    """A token is the server's time (µs) at the start of the run, if nobody meddled with it."""
+    redis_client.hset("q:tasks:running", token, "{}")
+    redis_client.zadd("q:tasks:leases", {f"{token} me/3": 1})
     for look in ("--status", "--status --json", "--prometheus", "--health", "--check"):
         desk(server, *look.split())
     assert json.loads(desk(server, "--status", "--json").out)["states"]["running"]["count"] == 2

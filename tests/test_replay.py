@@ -409,7 +409,7 @@ def test_set_changes_that_value_and_no_other_byte(
     assert [line[0] for line in shown.splitlines()] == ["-", "+"] * len(edits) + ["w"]
     assert redis_client.lrange(DLQ, 0, -1) == [envelope(payload)]
     assert desk(server, *flags).code == 0
-    assert Message.parse(redis_client.lindex("q:tasks", 0)).text == wanted
+    assert Message.parse(redis_client.lindex("q:tasks", 0)).own.decode() == wanted
 
 
 def test_what_set_cannot_change_stays_where_it_is(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +105,8 @@ def run(
     """A factory of processes of our scripts, all ended at the end of the test.
 
     Upper-case keywords are environment variables; REDIS_URL, QR_DIR and QR_APP_DIR have the values
-    of the fixtures unless given; None is a variable that is not set.
+    of the fixtures unless given; None is a variable that is not set. Where `handler` has written
+    none, QR_APP_DIR holds the example handler.
     """
     started: list[Process] = []
 
@@ -113,6 +115,8 @@ def run(
     ) -> Process:
         if "REDIS_URL" not in environment:
             environment["REDIS_URL"] = request.getfixturevalue("server").url
+        if not (app_dir / "taskproc.py").exists():
+            shutil.copy(PROJECT / "taskproc.py", app_dir)
         environment = {"QR_DIR": qr_dir, "QR_APP_DIR": app_dir, **environment}
         started.append(Process([PROJECT / script, *flags], tmp_path / "streams", environment, cwd))
         return started[-1]
@@ -149,15 +153,10 @@ def ledger(queue: Queue, client: redis.Redis) -> dict[str, list[bytes]]:
     return {
         "waiting": waiting,
         "next": rung,
-        "running": [running_text(value) for value in running],
+        "running": running,
         "retry": [retrying_text(member) for member in retrying],
         "dlq": [payload_text(envelope) for envelope in dead],
     }
-
-
-def running_text(value: bytes) -> bytes:
-    """The message in a value of the running hash: owner, start time, message text."""
-    return value.split(b" ", 2)[2]
 
 
 def retrying_text(member: bytes) -> bytes:

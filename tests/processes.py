@@ -47,6 +47,12 @@ def clean_environment(settings: Mapping[str, object]) -> dict[str, str]:
     return kept | {name: str(value) for name, value in settings.items() if value is not None}
 
 
+def usual_signals() -> None:
+    """As in a fresh terminal, whatever the test runner inherited: `nohup` ignores SIGHUP."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def children(pid: int) -> list[int]:
     """The processes whose parent is `pid` now; a foreman's hands, for instance."""
     listing = subprocess.run(
@@ -54,6 +60,11 @@ def children(pid: int) -> list[int]:
     )
     rows = (line.split() for line in listing.stdout.splitlines())
     return sorted(int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z"))
+
+
+def descendants(pid: int) -> list[int]:
+    """The process, its children, and theirs."""
+    return [pid, *(each for child in children(pid) for each in descendants(child))]
 
 
 class Guard:
@@ -105,6 +116,7 @@ class Process:
                 env=clean_environment(environment),
                 cwd=cwd or folder,
                 start_new_session=True,
+                preexec_fn=usual_signals,
             )
         self.guard = Guard(self.popen.pid)
 
@@ -149,11 +161,15 @@ class Process:
         return self.wait()
 
     def end(self) -> None:
-        """Nothing of this process or its group is left."""
+        """Nothing of this process is left, nor of its session: hands lead groups of their own."""
         self.guard.dismiss()
+        session = [pid for pid in descendants(self.pid) if pid != self.pid]
         # macOS refuses, with the second, to signal a group in which only zombies are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        for pid in session:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.popen.wait()
 
     def __repr__(self) -> str:

@@ -108,6 +108,8 @@ except ImportError:
 if TYPE_CHECKING:
     import asyncio
 
+VERSION = "2.0"
+
 # ══ TEXT ══════════════════════════════════════════════════════════════════════════════════════
 # The producer's bytes are sacred: parsing is for reading, the text is what travels. Ours is three
 # members, spliced onto the end of the object and cut out again, never re-encoded with the rest.
@@ -222,7 +224,7 @@ class Message:
     """A message taken apart: the producer's own text is raw[:head] + raw[tail:], ours between.
 
     `attempts` counts failed runs, `first_seen_at` is ISO 8601, `kept` holds `history` (a list of
-    {at, error, wait}), `stage`, `released` (runs that a stop broke off), `replays` and
+    {at, error, wait, of}), `stage`, `released` (runs that a stop broke off), `replays` and
     `earlier_attempts` (failed runs before the last replay), each only if there is any. `kind` is
     the producer's, for people to read. `strewn`: our names stood among the producer's, so `raw`
     is the text without them, and not what Redis has.
@@ -380,6 +382,8 @@ def revive(envelope: bytes) -> bytes:
     kept["replays"] = min(kept.get("replays", 0) + 1, COUNT)
     kept["earlier_attempts"] = min(kept.get("earlier_attempts", 0) + attempts, COUNT)
     seen = facts.get("first_seen_at")
+    if isinstance(seen, str) and is_date(f"{seen}Z"):  # made by hand, without an offset: UTC
+        seen = f"{seen}Z"
     return message.noted(0, seen if is_date(seen) else message.first_seen_at, kept).of(message.raw)
 
 
@@ -1075,15 +1079,17 @@ def conclude(
         if not failure.fatal:
             attempts = attempts + 1
     dead = last.fatal or message is None or attempts >= policy.max_attempts
-    wait = None if dead else round(policy.wait(attempts - 1, last.not_before), 3)
+    waits: dict[str, float | None] = {"wait": None}
+    if not dead:
+        wait = round(policy.wait(attempts - 1, last.not_before), 3)
+        waits = {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
     seen = (message.first_seen_at if message else None) or iso(first_ms(run))
-    kept = remember(message.kept if message else {}, failures, run.released, wait)
+    kept = remember(message.kept if message else {}, failures, run.released, waits)
     facts = {"attempts": attempts, "kind": message.kind if message else None}
     dead_facts = facts | {"reason": last.reason, "token": run.token, "error": last.error}
     small = partial(unread, queue, run, last, attempts, seen, kept, dead_facts)
-    if message and wait is not None:
-        facts |= {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
-        facts |= {"token": run.token, "error": last.error}
+    if message and not dead:
+        facts |= waits | {"token": run.token, "error": last.error}
         step = queue.retry(run, wait, message.noted(attempts, seen, kept))
         return Settlement(run, step, facts, small)
     own = message.own if message else run.raw
@@ -1122,12 +1128,11 @@ def first_ms(run: Run) -> int:
 
 
 def remember(
-    kept: dict[str, Any], failures: list[Failure], released: int, wait: float | None
+    kept: dict[str, Any], failures: list[Failure], released: int, last: dict[str, float | None]
 ) -> dict[str, Any]:
-    """What is kept with a message, and these failures after it; the wait is that of the last."""
-    waits = [*[0.0] * (len(failures) - 1), wait]
-    pairs = zip(failures, waits, strict=True)
-    entries = [{"at": iso(x.at_ms), "error": x.error, "wait": wait} for x, wait in pairs]
+    """What is kept with a message, and these failures after it; `last`: how long the last waits."""
+    entries = [{"at": iso(x.at_ms), "error": x.error, "wait": 0.0} for x in failures]
+    entries[-1] |= last
     kept = kept | {"history": [*kept.get("history", []), *entries][-HISTORY:]}
     if released:
         kept["released"] = min(kept.get("released", 0) + released, COUNT)
@@ -2526,6 +2531,7 @@ def read_settings(argv: list[str] | None = None) -> Settings:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"worker.py {VERSION}")
     add_options(parser, OPTIONS)
     argv = sys.argv[1:] if argv is None else argv
     refuse_dashes(parser, argv)

@@ -820,14 +820,13 @@ class Queue:
         settings |= {  # whatever the URL says
             "decode_responses": False,
             "socket_timeout": timeout,
-            "socket_connect_timeout": min(timeout, 5.0),
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
         }
         if CLIENT < (5,):  # it knows one protocol, and no name for it
             del settings["protocol"]
         if "path" not in settings:  # not a unix socket
-            settings["socket_keepalive"] = True
+            settings |= {"socket_keepalive": True, "socket_connect_timeout": min(timeout, 5.0)}
         self.names, self.timeout = Names(name), timeout
         connection: Any = kind(**settings)
         connection.driver_info = connection.lib_name = connection.lib_version = None  # no SETINFO

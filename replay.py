@@ -59,6 +59,8 @@ except ModuleNotFoundError:
 
 from backoff import printable
 from worker import (
+    BLANK,
+    DECODER,
     OPTIONS,
     RESERVED,
     Message,
@@ -143,19 +145,41 @@ def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
         head = ""
 
 
-# What equal faults do not have in common, but for the place at the end and the status of HTTP.
-VARIES = re.compile(
-    r"""( [ ]\([^()]*:\d+[ ]in[ ][^()]*\)$ | (?:HTTP|status)[ ]\d+ )
-    | ('[^']*' | "[^"]*")
-    | \b (?=[\da-fA-F-]*\d) (?:0x)? [\da-fA-F]+ (?:-[\da-fA-F]+)* \b | \d+""",
-    re.VERBOSE,
-)
+# An error is cut into what stays in its fingerprint and what goes, whichever comes first.
+STAYS = r"""
+    [ ]\([^()\s]+:\d+[ ]in[ ][^()]*\)                                      # a place in the code
+    | ^[A-Za-z_][\w.]*(?=:|$|[ ][(\[])                                     # the type
+    | \b[A-Z]\w*(?:Error|Exception|Timeout|Warning)\b                      # those behind it
+    | \b(?:HTTP(?:/[\d.]+)?|[Ss]tatus|[Cc]ode|[Ee]rrno|SQLSTATE|sqlstate|WinError|ORA)
+      (?:[ ](?:Error|[Cc]ode))?(?:[ ]is)?[ =:\[(-]{1,3}[\dA-Z]{1,6}\b
+    | \b[45]\d\d[ ](?:Client|Server)[ ]Error | '[45]\d\d[ ][A-Z][\w ]+'    # requests, httpx
+    | (?<=:[ ])[45]\d\d(?=,[ ]message=) | (?<=:[ ]\()\d{4}(?=,)            # aiohttp, MySQL
+    | \b[Ee]rror[ ]occurred[ ]\(\w+\)                                      # boto
+"""
+GOES = {  # what stands there instead: what it looks like
+    "'…'": r"""(?<!\w)'(?:[^']*'(?!\w)|[^']*…) | (?<!\w)"(?:[^"]*"(?!\w)|[^"]*…)""",
+    "URL": r"\b[a-z][a-z+.-]*://[^\s'\"<>)\]]+",
+    "ADDRESS": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)*",
+    "PATH": r"""(?<![\w/])(?:[A-Za-z]:|~)?(?:[\\/][\w.@%+~=:-]+){2,}[\\/]?
+        | \b[\w.-]+(?:/[\w.-]+){2,}""",
+    "#": r"""\b\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)? # a date
+        | \b\d{1,6}(?:[.,:]\d+)*[ ]?(?:[mµun]?s|m|h|d|secs?|mins?|(?:milli|micro)?seconds?
+          |minutes?|hours?|days?)(?![\w-])                                 # a duration
+        | \b(?:ch|cus|pi|sub|evt|acct|prod|req|tok|src|pm|txn|usr|ord|inv)_\w+
+        | \b[a-z]{2,10}_(?=\w*[\dA-Z])\w+ | \b[a-z]{2,10}_[a-f]{4,}\b      # cus_9s6XKz
+        | \b(?=[\w-]*\d)\w+(?:-\w+)+\b                                     # a UUID, SKU-12-b
+        | \b(?=\w*\d)(?=\w*[A-Za-z])\w{6,}\b | \b[\da-fA-F]{6,}\b          # a ULID, a hash
+        | \b(?=\w{6})\w*[A-Z][a-z][A-Z]\w*\b                               # base62 without a digit
+        | \b0x[\da-fA-F]+ | \d+(?:[.,:]\d+)*""",
+}
+PARTS = re.compile("|".join(f"({part})" for part in (STAYS, *GOES.values())), re.VERBOSE)
 
 
-@lru_cache
+@lru_cache(10_000)
 def fingerprint(error: str) -> str:
     """What equal faults have in common: an error without its numbers, ids and quoted texts."""
-    return VARIES.sub(lambda found: found[1] or ("'…'" if found[2] else "#"), error)
+    names = ["", *GOES]  # of the groups, from 1
+    return PARTS.sub(lambda part: names[(part.lastindex or 1) - 1] or part[0], error)
 
 
 def complain(text: str) -> None:
@@ -215,6 +239,11 @@ class Letter:
     def error(self) -> str:
         return plain(self.facts.get("error")) if self.facts else f"cannot be read: {self.problem}"
 
+    @cached_property
+    def fault(self) -> tuple[str, str]:
+        """What letters of one group have in common: the reason, and the error's fingerprint."""
+        return plain(self.facts.get("reason")), fingerprint(self.error)
+
     @property
     def about(self) -> str:
         return f"kind {plain(self.body.get('kind'), 40)}, {self.error}"
@@ -252,45 +281,142 @@ class Letter:
         return [row["id"], since(row["age"]), *facts, row["error"]]
 
 
-def letters(queue: Queue, newest: bool = False) -> Iterator[Letter]:
-    """Each letter that is there at the start, once, oldest or newest first, read in pages.
+class Group:
+    """Letters with the same reason and sort of error."""
+
+    def __init__(self, example: Letter) -> None:
+        self.example, self.count = example, 0
+        self.kinds = Counter[str]()
+        self.first: float | None = None
+        self.last: float | None = None
+
+    def add(self, letter: Letter) -> None:
+        self.count += 1
+        self.kinds[plain(letter.body.get("kind"), 40)] += 1
+        if (died := letter.died_ms) is not None:
+            self.first = min(died, died if self.first is None else self.first)
+            self.last = max(died, died if self.last is None else self.last)
+
+    def row(self) -> dict[str, Any]:
+        reason, error = self.example.fault
+        dates = [None if at is None else iso(at) for at in (self.first, self.last)]
+        return {
+            "count": self.count, "reason": reason, "kinds": dict(self.kinds.most_common(SHOWN)),
+            "first": dates[0], "last": dates[1], "example": self.example.id, "error": error,
+        }  # fmt: skip
+
+    def cells(self, now_ms: float) -> list[object]:
+        reason, error = self.example.fault
+        [(kind, _), *others] = self.kinds.most_common()
+        ages = [since(ago(now_ms, at)) for at in (self.first, self.last)]
+        more = f" +{len(others)}" if others else ""
+        return [self.count, reason, kind + more, *ages, self.example.id, error]
+
+
+def depth(queue: Queue) -> int:
+    """How many dead letters there are."""
+    return int(queue.command("LLEN", queue.names.dlq))
+
+
+def read(queue: Queue, low: int, high: int) -> list[bytes]:
+    """The letters at these positions, `high` excluded, the oldest first; the oldest of all is 0."""
+    block: list[bytes] = queue.command("LRANGE", queue.names.dlq, -high, -low - 1)
+    return block[::-1]
+
+
+def page_size(before: int, block: list[bytes]) -> int:
+    """How many letters to read next: more and more, but not more than PAGE_BYTES of them."""
+    longest = max(map(len, block), default=0)
+    return min(2 * before, PAGE, PAGE_BYTES // (1 + longest) or 1)
+
+
+def last_token(queue: Queue) -> int:
+    """Who has a higher token than this died later: a token is the time in µs, or follows it."""
+    fence = queue.command("GET", queue.names.fence) or b""
+    return max(int(fence) if fence.isdigit() else 0, 1000 * queue.now_ms())
+
+
+class Cursor:
+    """A place among the dead letters: those below it have been seen, those above it not yet.
 
     Positions count from the oldest end: new letters come in at the other one and move nothing; what
-    others take out lets the newer ones slide down. So each page begins with the last letter of the
-    page before. When another one lies there, letters are known by their hashes from then on (of
-    equal ones, one is seen), and a walk upwards steps back until it stands on one that it knows.
-    Only the loss of a letter that was seen can make it do so: it ends, whatever others do.
+    others take out lets the newer ones slide down. So a page begins with the last letter seen. If
+    another one lies there, the cursor steps back until it stands on one that it knows, and what
+    follows the known ones is new. (Of letters equal to the byte, one may be passed over then.)
     """
-    dlq, fence = queue.names.dlq, queue.command("GET", queue.names.fence) or b""
-    last_token = int(fence) if fence.isdigit() else sys.maxsize  # who died later has a higher one
-    now, there, size = queue.now_ms(), int(queue.command("LLEN", dlq)), SHOWN
-    seen, last, alone = set[int](), b"", True  # those that are left, the last of them; no others
-    at = there if newest else 0  # the next page lies below this position; oldest first: from it up
-    left = sys.maxsize if newest else there  # to be seen; a walk downwards ends by itself
-    while left and (at or not newest):
-        again = bool(seen)
-        low = max(at - (size if newest else again), 0)
-        high = at + (again if newest else size)
-        block = queue.command("LRANGE", dlq, -high, -low - 1)[:: 1 if newest else -1]
-        if not newest and at and not (block and hash(block[0]) in seen):
-            at = max(at - size, 0)
-            continue
-        alone = alone and (not again or block[:1] == [last])
-        at = low
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.at, self.size = queue, 0, SHOWN
+        self.seen: list[int] = []  # hashes of the letters below, as far as they are known
+        self.last = b""
+
+    def page(self) -> list[bytes]:
+        """The next letters above, the oldest first; none if there is none, for now."""
+        self.at = min(self.at, depth(self.queue))
+        while True:
+            block = read(self.queue, max(self.at - 1, 0), self.at + self.size)
+            if self.at and block[:1] == [self.last]:
+                fresh = block[1:]
+            elif self.at == 0 or (block and hash(block[0]) in self.seen):
+                fresh = self.after_known(block)
+            else:
+                self.at = max(self.at - self.size, 0)
+                continue
+            self.size = page_size(self.size, block)
+            if fresh or len(block) < 2:
+                return fresh
+
+    def after_known(self, block: list[bytes]) -> list[bytes]:
+        """What follows those that were seen: they are in their order, though some may be gone."""
+        self.at, known = max(self.at - 1, 0), 0
         for i, raw in enumerate(block):
-            older = low + len(block) - 1 - i if newest else at
-            letter = Letter(raw, now, older, there - older)
-            if left and (i >= again if alone else hash(raw) not in seen):
-                left -= 1
-                if letter.token <= last_token:
-                    yield letter
+            try:
+                known = self.seen.index(hash(raw), known) + 1
+            except ValueError:
+                return block[i:]
+            self.at, self.last = self.at + 1, raw
+        return []
+
+    def saw(self, raw: bytes, gone: bool = False) -> None:
+        """Moves above this letter; `gone`: we have taken it out."""
+        if not gone:
+            self.at, self.last = self.at + 1, raw
+            self.seen.append(hash(raw))
+
+
+def oldest_first(queue: Queue) -> Iterator[Letter]:
+    """Each letter that is there at the start, once, whatever others take and bring meanwhile."""
+    now, newest, cursor = queue.now_ms(), last_token(queue), Cursor(queue)
+    there = left = depth(queue)
+    while left > 0 and (page := cursor.page()):
+        for raw in page[:left]:
+            letter = Letter(raw, now, cursor.at, there - cursor.at)
+            if letter.token <= newest:
+                yield letter
+            cursor.saw(raw, letter.gone)
+        left -= len(page)
+
+
+def newest_first(queue: Queue) -> Iterator[Letter]:
+    """The same from the other end; what slides down here has been seen, and its hash is known."""
+    now, newest, seen, last = queue.now_ms(), last_token(queue), set[int](), b""
+    there = at = depth(queue)
+    size = SHOWN
+    while at > 0:
+        low, high = max(at - size, 0), at + 1 if seen else at
+        block = read(queue, low, high)[::-1]
+        if seen and block[:1] == [last]:
+            fresh = block[1:]
+        else:
+            fresh = [raw for raw in block if hash(raw) not in seen]
+        for i, raw in enumerate(fresh, 1):
+            letter = Letter(raw, now, at - i, there - at + i)
+            if letter.token <= newest:
+                yield letter
             if not letter.gone:
                 seen.add(hash(raw))
                 last = raw
-                at += not newest
-        if not newest and len(block) < high - low:
-            return
-        size = min(2 * size, PAGE, PAGE_BYTES // (1 + max(map(len, block), default=0)) or 1)
+        at, size = low, page_size(size, block)
 
 
 # ── Which letters ─────────────────────────────────────────────────────────────────────────────
@@ -311,11 +437,30 @@ def age(text: str) -> float:
     return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[text[-1]]
 
 
-def place(text: str) -> tuple[list[str], str]:
-    path, equals, value = text.partition("=")
-    if not equals or not all(path.split(".")):
-        raise ValueError("field=value is needed, such as user.id=42")
-    return path.split("."), value
+STEP = r"""(?:"(?:[^"\\]|\\.)+"|[^".=][^.=]*)"""  # of a path: a name, or a quoted one
+Path = tuple[str, ...]
+
+
+def at_path(text: str) -> tuple[Path, str]:
+    """Splits `items.0.sku=x`, `"a.b".c=x`: (the names, or numbers of elements, on the way; "x")."""
+    found = re.match(rf"({STEP}(?:\.{STEP})*)=", text)
+    if not found:
+        raise ValueError('field=value is needed, such as user.id=42, items.0.sku=x or "a.b"=1')
+    steps = re.findall(STEP, found[1])
+    return tuple(decoded(x) if x[0] == '"' else x for x in steps), text[found.end() :]
+
+
+def decoded(text: str) -> str:
+    """A JSON string."""
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        raise ValueError(f"{text} is no quoted name") from None
+
+
+def named(path: Path) -> str:
+    """The path as it is typed."""
+    return ".".join(x if re.fullmatch(STEP, x) else json.dumps(x) for x in path)
 
 
 def equal(fact: Callable[[Letter], object], text: str) -> Condition:
@@ -345,7 +490,7 @@ def aged(compare: Callable[[float, float], bool], text: str) -> Condition:
 
 def where(text: str) -> Condition:
     """This text, or what it says as JSON, at a path in the payload; 1 is not true."""
-    path, text = place(text)
+    path, text = at_path(text)
     try:
         wanted = json.loads(text)
     except (ValueError, RecursionError):
@@ -353,10 +498,12 @@ def where(text: str) -> Condition:
 
     def fits(letter: Letter) -> bool:
         value: Any = letter.body
-        for name in path:
-            if not isinstance(value, dict) or name not in value:
+        for step in path:
+            if isinstance(value, list):
+                value = {str(i): element for i, element in enumerate(value)}
+            if not isinstance(value, dict) or step not in value:
                 return False
-            value = value[name]
+            value = value[step]
         alike = isinstance(value, bool) == isinstance(wanted, bool)
         return value == text or (alike and value == wanted)
 
@@ -370,9 +517,9 @@ class Problem(Exception):
     """What was asked cannot be done as it was asked; exit code 2."""
 
 
-def change(text: str) -> tuple[list[str], str]:
-    """As `place`, but the value is JSON text: what was typed, if it is that, else a string."""
-    path, value = place(text)
+def change(text: str) -> tuple[Path, str]:
+    """As `at_path`, but the value is JSON text: what was typed, if it is that, else a string."""
+    path, value = at_path(text)
     if path[0] in RESERVED:
         raise ValueError(f"{path[0]} is the queue's own")
     try:
@@ -382,26 +529,47 @@ def change(text: str) -> tuple[list[str], str]:
     return path, value.strip()
 
 
-def put(text: str, path: list[str], value: str) -> tuple[str, str | None]:
-    """Replaces one value in the text of a JSON object and leaves every other byte alone.
+def elements(text: str) -> tuple[str, list[tuple[str, Any, str, str]], str]:
+    """Splits a JSON array's text as `members` splits an object's; the names are 0, 1, …"""
+
+    def skip(at: int) -> int:
+        return BLANK.match(text, at).end()  # type: ignore[union-attr]
+
+    found, start, at = list[tuple[str, Any, str, str]](), 1, skip(1)
+    while text[at] != "]":
+        value, at = DECODER.raw_decode(text, skip(at))
+        at = skip(at)
+        span = text[start:at]
+        found.append((str(len(found)), value, span, span))
+        if text[at] == ",":
+            at = start = at + 1
+    return "[", found, text[at if found else 1 :]
+
+
+def put(text: str, path: Path, value: str) -> tuple[str, str | None]:
+    """Replaces one value in the text of a JSON object or array, and leaves every other byte alone.
 
     Returns the new text, and the old text of the value: None if the member is new. Of equal names
     the last counts, as for parsers. ValueError if the path leads through something else.
     """
-    head, found, tail = members(text)
+    name, *deeper = path
+    array = text.startswith("[")
+    head, found, tail = elements(text) if array else members(text)
     spans = [whole for *_, whole in found]
-    at = max((i for i, (name, *_) in enumerate(found) if name == path[0]), default=-1)
-    if path[1:] and not (at >= 0 and isinstance(found[at][1], dict)):
-        raise ValueError(f'its payload has no object "{path[0]}"')
-    if at < 0:
-        spans.append(f"{' ' * bool(spans)}{json.dumps(path[0])}: {value}")
+    places = [i for i, (each, *_) in enumerate(found) if each == name]
+    if not places and (array or deeper):
+        raise ValueError(f'its payload has no {"element" if array else "object"} "{name}"')
+    if not places:
+        spans.append(f"{' ' if spans else ''}{json.dumps(name)}: {value}")
         return head + ",".join(spans) + tail, None
-    _, _, inner, whole = found[at]
-    before: str | None
-    bare = before = inner.strip()
-    if path[1:]:
-        value, before = put(bare, path[1:], value)
-    spans[at] = whole.removesuffix(inner) + inner.replace(bare, value, 1)
+    _, there, inner, whole = found[places[-1]]
+    bare = inner.strip()
+    before: str | None = bare
+    if deeper:
+        if not isinstance(there, (dict, list)):
+            raise ValueError(f'its payload has no object or array "{name}"')
+        value, before = put(bare, tuple(deeper), value)
+    spans[places[-1]] = whole.removesuffix(inner) + inner.replace(bare, value, 1)
     return head + ",".join(spans) + tail, before
 
 
@@ -444,7 +612,7 @@ class Desk:
 
     def __init__(self, queue: Queue, asked: argparse.Namespace) -> None:
         self.queue, self.asked, self.dlq = queue, asked, queue.names.dlq
-        self.narrow = bool(asked.id or asked.conditions)
+        self.narrow = bool(asked.id or asked.conditions or asked.like)
         self.moved = 0
         self.rest: Counter[str] = Counter()  # what became of the others, and of how many
         self.partial = self.stopping = False
@@ -453,21 +621,28 @@ class Desk:
     def walk(self) -> Iterator[Letter]:
         """The letters that fit; shows progress, on a terminal only, after half a second."""
         shown, watched = time.monotonic(), sys.stderr.isatty()
-        for read, letter in enumerate(letters(self.queue, self.asked.newest), 1):
+        walk = newest_first if self.asked.newest else oldest_first
+        for read, letter in enumerate(walk(self.queue), 1):
             if watched and time.monotonic() - shown > 0.5:
                 shown = time.monotonic()
                 line = f"{read:,} of {letter.older + letter.newer:,} read, {self.moved:,} moved"
                 print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
             if self.stopping:
                 return
-            if all(fits(letter) for fits in self.asked.conditions):
+            if self.fits(letter):
                 yield letter
+
+    def fits(self, letter: Letter) -> bool:
+        """All conditions must hold; of the same one, given twice, either."""
+        return all(any(fits(letter) for fits in same) for same in self.asked.conditions)
 
     def chosen(self) -> Iterator[Letter]:
         """The letters that are meant, as they are found; by id, only when all have been seen.
 
         Raises Problem if the beginning of an id fits different letters.
         """
+        if self.asked.like:
+            self.asked.conditions.append(self.alike())
         starts = tuple(self.asked.id)
         if not starts:
             return self.walk()
@@ -478,14 +653,34 @@ class Desk:
             if len(fits) > 1:
                 raise Problem(f"id {start} fits {len(fits)} letters: {', '.join(fits[:5])}")
             if not fits:
-                complain(f"there is no dead letter {start} (any more)")
-                self.partial = True
+                self.missing(start)
         for name, n in copies.items():
             if n > 1:
                 complain(f"{n} equal letters share the id {name}; --limit 1 means one of them")
         return iter(named)
 
+    def alike(self) -> list[Condition]:
+        """The condition to be in a group with one of the letters that --like names."""
+        found = dict[str, set[tuple[str, str]]]()
+        for letter in newest_first(self.queue):
+            for start in self.asked.like:
+                if letter.id.startswith(start):
+                    found.setdefault(start, set()).add(letter.fault)
+        for start in self.asked.like:
+            if len(found.get(start, ())) > 1:
+                raise Problem(f"id {start} fits letters of {len(found[start])} groups")
+            if start not in found:
+                self.missing(start)
+        faults = set[tuple[str, str]]().union(*found.values())
+        return [lambda letter: letter.fault in faults]
+
+    def missing(self, start: str) -> None:
+        complain(f"there is no dead letter {start} (any more)")
+        self.partial = True
+
     def nothing(self) -> str:
+        """Says that there was nothing to do, and makes the exit code 1 if something was meant."""
+        self.partial = self.partial or self.narrow or (self.asked.page or 1) > 1
         if (self.asked.page or 1) > 1:
             return f"there is no page {self.asked.page}"
         if self.narrow:
@@ -526,22 +721,18 @@ class Desk:
 
     def do_group(self) -> int:
         """One row per reason and sort of error, the most frequent first."""
-        now, groups = self.queue.now_ms(), dict[tuple[str, str], dict[str, Any]]()
+        now, groups = self.queue.now_ms(), dict[tuple[str, str], Group]()
         for letter in self.chosen():
-            reason, error = plain(letter.facts.get("reason")), fingerprint(letter.error)
-            group = groups.setdefault((reason, error), {
-                "count": 0, "reason": reason, "first": None, "last": None,
-                "example": letter.id, "error": error})  # fmt: skip
-            group["count"] += 1
-            if (died := letter.died_ms) is not None:
-                group["first"] = min(died, group["first"] or died)
-                group["last"] = max(died, group["last"] or died)
-        ordered = sorted(groups.values(), key=lambda group: -group["count"])[: self.asked.limit]
-        shown = iso if self.asked.json else lambda at_ms: since(ago(now, at_ms))
-        for group in ordered:
-            group |= {name: group[name] and shown(group[name]) for name in ("first", "last")}
-        rows = ([plain(fact) for fact in group.values()] for group in ordered)
-        return self.show(ordered, columns("COUNT REASON FIRST LAST EXAMPLE ERROR", rows))
+            groups.setdefault(letter.fault, Group(letter)).add(letter)
+        ordered = sorted(groups.values(), key=lambda group: -group.count)
+        some = ordered[: self.asked.limit]
+        rows = (group.row() for group in some)
+        cells = ([plain(fact) for fact in group.cells(now)] for group in some)
+        code = self.show(rows, columns("COUNT REASON KIND FIRST LAST EXAMPLE ERROR", cells))
+        if some and not self.asked.json:
+            total = sum(group.count for group in ordered)
+            complain(f"{total:,} letters in {len(ordered):,} groups; --like EXAMPLE means a group")
+        return code
 
     # Move ────────────────────────────────────────────────────────────────────────────────────
 
@@ -581,7 +772,7 @@ class Desk:
             body = message.own.decode()
             for path, value in self.asked.set:
                 body, before = put(body, path, value)
-                name = f"{letter.id}  {plain('.'.join(path))}: "
+                name = f"{letter.id}  {plain(named(path))}: "
                 print(paint(f"- {name}{plain(before)}", RED))
                 print(paint(f"+ {name}{plain(value)}", GREEN))
             changed = Message.parse(body.encode())
@@ -760,32 +951,49 @@ class Desk:
         return code
 
 
+APART = ("payload", "error", "history", "released", "traceback")  # shown in a place of their own
+
+
 def portrait(letter: Letter) -> Iterator[str]:
-    """A letter as lines: its facts, its payload, its failures in the order of time."""
+    """A letter as lines: its facts, its payload, its failures in the order of time, the last one's
+    traceback.
+    """
     facts, whole = letter.facts, 10**6
     yield paint(f"{letter.id}  {letter.error}", BOLD)
     if letter.problem:
         yield f"  cannot be replayed: {letter.problem}"
         yield f"  {printable(letter.raw.decode(errors='surrogateescape'), whole)}"
     rows = {"kind": letter.body.get("kind"), "dead for": since(letter.age)}
-    rows |= {k: v for k, v in facts.items() if k not in ("payload", "error", "history")}
-    yield from (f"  {printable(name, 30):16}  {plain(value)}" for name, value in rows.items())
+    rows |= {name: fact for name, fact in facts.items() if name not in APART}
+    yield from (f"  {printable(name, 30):16}  {plain(fact)}" for name, fact in rows.items())
     yield "  payload"
     try:
         text = Message.parse(revive(letter.raw)).own.decode()
         yield from (printable(line, whole) for line in outline(text, "    "))
     except ValueError:
         yield f"    {plain(facts.get('payload'), whole)}"
-    history, before = facts.get("history"), date_ms(facts.get("first_seen_at"))
-    yield from ["  history"] * bool(history)
-    for entry in history if isinstance(history, list) else ():
+    history = facts.get("history")
+    if isinstance(history, list) and history:
+        yield "  history"
+        yield from past(history, date_ms(facts.get("first_seen_at")))
+    if facts.get("released"):
+        yield f"    broken off by stops of workers, uncharged: {plain(facts['released'])}"
+    if isinstance(facts.get("traceback"), str):
+        yield "  traceback of the last run"
+        yield from (f"    {printable(x, whole)}" for x in facts["traceback"].splitlines())
+
+
+def past(history: list[Any], before_ms: float | None) -> Iterator[str]:
+    """A line for each failed run: when, how long after the one before, the wait, the error."""
+    for entry in history:
         entry = entry if isinstance(entry, dict) else {"error": entry}
-        at, wait = date_ms(entry.get("at")), entry.get("wait")
-        after = f"+{(at - before) / 1000:.3f} s" if at and before else ""
+        at_ms, wait, most = date_ms(entry.get("at")), entry.get("wait"), entry.get("of")
+        after = f"+{(at_ms - before_ms) / 1000:.3f} s" if at_ms and before_ms else ""
         then = "then dead" if wait is None else f"waits {plain(wait, 12)} s"
+        then += "" if most is None else f" of {plain(most, 12)} s"
         when = plain(entry.get("at"), 29)
-        yield f"    {when:29} {after:>12}  {then:15}  {plain(entry.get('error'))}"
-        before = at
+        yield f"    {when:29} {after:>12}  {then:20}  {plain(entry.get('error'))}"
+        before_ms = at_ms
 
 
 def outline(text: str, pad: str) -> Iterator[str]:
@@ -934,7 +1142,7 @@ def letter_id(text: str) -> str:
 DOES = {
     "list": "a table of letters, the newest first",
     "show": "everything about each",
-    "group": "how many there are of each reason and sort of error",
+    "group": "how many there are of each reason and sort of error, and of which kinds",
     "discard": "write them to a file, then remove them",
     "restore": "put back what --discard has written to FILE",
     "status": "the whole queue: states, runs, retries, counters, workers",
@@ -955,7 +1163,8 @@ CHOICES = (
     Option("newer", "AGE", partial(aged, operator.lt), "dead for less", beside=ANY),
     Option(
         "where", "FIELD=VALUE", where,
-        "with this in the payload, such as user.id=42", beside=ANY),
+        'with this in the payload: user.id=42, items.0.sku=x, "a.b"=1', beside=ANY),
+    Option("like", "ID", letter_id, "of the same group as this one", beside=ANY),
     Option("all", "", bool, "every one that is there at the start", beside=ANY),
     Option("limit", "N", count, "at most N", beside=ANY),
     Option("newest", "", bool, "the newest first, as looking does", beside=ANY),
@@ -990,6 +1199,7 @@ CHOICES = (
 )  # fmt: skip
 ID = Option("id", "ID", letter_id, "this one; the beginning of an id will do", beside=ANY)
 CONDITIONS = ("kind", "reason", "error", "older", "newer", "where")
+MANY = ("id", "like", "set")  # what else may be given more than once
 EPILOG = """\
 examples:
   python replay.py                              put the oldest one back
@@ -1036,6 +1246,7 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     parser = command_line()
     refuse_dashes(parser, argv)
     asked = parser.parse_intermixed_args(argv)
+    conditions = dict[object, list[Condition]]()
     action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
     for option in (ID, *CHOICES):
         typed = getattr(asked, option.attribute)
@@ -1045,9 +1256,15 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
         if not option.metavar:
             continue
         values = values_of(parser, option, typed)
-        many = option.name in (*CONDITIONS, "id", "set")
-        setattr(asked, option.attribute, values if many else values[-1] if values else None)
-    asked.conditions = [fits for name in CONDITIONS for fits in getattr(asked, name)]
+        many = option.name in (*CONDITIONS, *MANY)
+        if len(values) > 1 and not many:
+            parser.error(f"--{option.name} can be given once")
+        if option.name in CONDITIONS:
+            alike = [at_path(x)[0] if option.name == "where" else option.name for x in typed]
+            for key, condition in zip(alike, values, strict=True):
+                conditions.setdefault(key, []).append(condition)
+        setattr(asked, option.attribute, values if many else (values or [None])[0])
+    asked.conditions = list(conditions.values())
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")
     asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)

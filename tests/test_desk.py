@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
+import string
 import subprocess
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
-from letters import DLQ, ERROR, dead_for, desk, envelope
+from letters import DLQ, ERROR, SEEN, dead_for, desk, envelope
 from processes import PROJECT, Process, clean_environment, until
 from server import Server
 from test_replay import fork_desk, kill_after
@@ -178,10 +181,114 @@ def test_groups_count_equal_faults_as_one(server: Server, redis_client: redis.Re
     ]
     redis_client.lpush(DLQ, *(envelope({"n": n}, error=e) for n, e in enumerate(errors)))
     redis_client.lpush(DLQ, envelope(error=errors[0], reason="timed_out"))
-    rows = [columns(row) for row in desk(server, "--group").out.splitlines()[1:]]
+    said = desk(server, "--group")
+    rows = [columns(row) for row in said.out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["5", "3", "2", "1", "1", "1"]
-    assert rows[0][5] == f"KeyError: '…'{place}" and rows[2][5] == errors[8]
-    assert desk(server, "--show", rows[1][4]).out.startswith(f"{rows[1][4]}  Timeout")
+    assert rows[0][6] == f"KeyError: '…'{place}" and rows[2][6] == errors[8]
+    assert said.err.startswith("replay: 13 letters in 6 groups")
+    assert desk(server, "--show", rows[1][5]).out.startswith(f"{rows[1][5]}  Timeout")
+
+
+LOWER = string.ascii_lowercase + string.digits
+HEX, BASE62, CROCKFORD = "0123456789abcdef", LOWER + string.ascii_uppercase, string.digits + "ABCDE"
+KINDS: list[Callable[[random.Random, Callable[[str, int], str]], str]] = [
+    lambda rng, some: f"CardError: charge ch_{some(LOWER, 4)} was declined (pay.py:1 in f)",
+    lambda rng, some: f"CardError: no customer cus_{some(BASE62, 14)} (pay.py:1 in f)",
+    lambda rng, some: f"Gone: order 01{some(CROCKFORD, 24)} (pay.py:2 in f)",
+    lambda rng, some: f"Gone: user {uuid.UUID(int=rng.getrandbits(128))} (pay.py:2 in f)",
+    lambda rng, some: f"Refused: no box {some(LOWER, 3)}.x+y@{some(LOWER, 4)}.org (m.py:2 in f)",
+    lambda rng, some: f"OSError: [Errno 2] cannot read /srv/{some(LOWER, 5)}/x.csv (m.py:9 in f)",
+    lambda rng, some: f"OSError: [Errno 28] cannot read /srv/{some(LOWER, 5)}/x.csv (m.py:9 in f)",
+    lambda rng, some: f"Slow: {rng.choice(('12 ms', '1.5s'))} for 0x{some(HEX, 9)} (m.py:1 in f)",
+    lambda rng, some: f"HTTPError: 404 Client Error: no {rng.random()} (m.py:3 in f)",
+    lambda rng, some: f"HTTPError: 410 Client Error: no {rng.random()} (m.py:3 in f)",
+    lambda rng, some: f"DBError: SQLSTATE 23505: digest {some(HEX, 40)} is there (m.py:4 in f)",
+    lambda rng, some: f"DBError: SQLSTATE 42P01: digest {some(HEX, 40)} is there (m.py:4 in f)",
+]  # fmt: skip
+
+
+def test_two_thousand_letters_of_twelve_kinds_are_twelve_rows(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    """Ids go, whatever their form; the type, HTTP status, errno and SQLSTATE stay."""
+    rng = random.Random(7)
+
+    def some(alphabet: str, n: int) -> str:
+        return "".join(rng.choices(alphabet, k=n))
+
+    errors = [kind(rng, some) for kind in KINDS for _ in range(167)]
+    assert len(set(errors)) > 1_500
+    redis_client.lpush(DLQ, *(envelope({"kind": e[:3]}, error=e) for e in errors))
+    rows = [json.loads(row) for row in desk(server, "--group", "--json").out.splitlines()]
+    assert sorted(row["count"] for row in rows) == [167] * len(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("A: x (m.py:1 in f)", "B: x (m.py:1 in f)"),
+        ("A: x (m.py:1 in f)", "A: x (m.py:2 in f)"),
+        ("A: HTTP 404", "A: HTTP 410"),
+        ("A: status code 404", "A: status code 410"),
+        ("A: '404 Not Found' for url 'x'", "A: '410 Gone' for url 'x'"),
+        ("A: [Errno 111] no", "A: [Errno 104] no"),
+        ("A: (1062, 'x')", "A: (1213, 'x')"),
+        ("A: no [from S3Error: 5 (m.py:1 in f)]", "A: no [from KeyError: 5 (m.py:1 in f)]"),
+        ("A: no [from KeyError: 5 (m.py:1 in f)]", "A: no [from KeyError: 5 (m.py:2 in f)]"),
+        ("A: card_declined", "A: card_expired"),
+    ],
+)
+def test_what_tells_two_faults_apart_stays_in_the_fingerprint(one: str, other: str) -> None:
+    assert replay.fingerprint(one) != replay.fingerprint(other)
+
+
+def test_a_group_shows_its_kinds_and_like_means_all_of_it(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    """`--like` works wherever letters are chosen, and with other conditions."""
+    for n in range(6):
+        error = f"KeyError: '{n}' (m.py:1 in f)"
+        redis_client.lpush(DLQ, envelope({"kind": "pay", "n": n}, error=error))
+        redis_client.lpush(DLQ, envelope({"kind": "mail", "n": n}, error=error, reason="permanent"))
+    redis_client.lpush(DLQ, envelope({"kind": "trip"}, error="KeyError: 'x' (m.py:1 in f)"))
+    rows = [columns(row) for row in desk(server, "--group").out.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [["7", "exhausted", "pay +1"], ["6", "permanent", "mail"]]
+    example = rows[0][5]
+    assert desk(server, "--list", "--like", example, "--json").out.count("\n") == 7
+    assert desk(server, "--group", "--like", example, "--kind", "pay").out.splitlines()[1][0] == "6"
+    assert desk(server, "--like", example, "--limit", 2).out == "replayed 2\n"
+    assert desk(server, "--like", example, "--like", rows[1][5]).out == "replayed 11\n"
+    said = desk(server, "--list", "--like", example)
+    assert said.code == 1 and "no dead letter" in said.err
+
+
+def test_the_beginning_of_ids_of_two_groups_is_like_neither(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    redis_client.lpush(DLQ, *(envelope(error=f"E{n}: x") for n in range(17)))
+    first = Counter(replay.Letter(raw).id[0] for raw in redis_client.lrange(DLQ, 0, -1))
+    said = desk(server, "--like", first.most_common(1)[0][0])
+    assert said.code == 2 and "groups" in said.err and redis_client.llen(DLQ) == 17
+
+
+def test_the_traceback_and_what_was_no_failure_are_shown(
+    server: Server, redis_client: redis.Redis
+) -> None:
+    trace = f'  File "t.py", line 3, in f\n    x[{HOSTILE!r}]\nKeyError: {HOSTILE}'
+    history = [
+        {"at": SEEN, "error": "A: b", "wait": 0.041, "of": 4.0},
+        {"at": SEEN, "error": "A: b", "wait": None},
+    ]
+    redis_client.lpush(DLQ, envelope(traceback=trace, history=history, released=2))
+    shown = desk(server, "--show").out
+    lines = shown.splitlines()
+    at = lines.index("  traceback of the last run")
+    assert lines[at + 1] == '      File "t.py", line 3, in f'
+    assert lines[at + 3].startswith("    KeyError: ")
+    assert re.search(r"waits 0.041 s of 4.0 s +A: b\n", shown) and "then dead" in shown
+    assert "    broken off by stops of workers, uncharged: 2\n" in shown
+    assert {c for c in shown if not c.isprintable()} == {"\n"}
+    assert desk(server, "--show", "--json").out.count("traceback") == 1
 
 
 def test_colours_and_width_are_for_terminals(server: Server, redis_client: redis.Redis) -> None:
@@ -470,7 +577,7 @@ def test_a_page_that_is_not_there_is_not_an_empty_queue(
     redis_client.lpush(DLQ, envelope())
     for flags in ([], ["--json"]):
         said = desk(server, "--list", "--page", "9", *flags)
-        assert said.code == 0 and "there is no page 9" in said.err, said
+        assert said.code == 1 and "there is no page 9" in said.err, said
 
 
 def test_a_page_of_everything_is_that_page(server: Server, redis_client: redis.Redis) -> None:

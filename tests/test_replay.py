@@ -113,7 +113,9 @@ def five(redis_client: redis.Redis, queue: Queue) -> list[bytes]:
         dead_for(7200, now, {"n": 1, "kind": "mail", "user": {"id": "42"}}, reason="permanent"),
         dead_for(600, now, {"n": 2, "kind": "pay", "user": {"id": 7}}, error="Timeout: 5 s [x]"),
         dead_for(60, now, '{"n": 3, "kind": 9}', error="timeout"),
-        envelope({"n": 4, "user": None}, failed_at="yesterday"),
+        envelope(
+            {"n": 4, "user": None, "items": [{"sku": "x"}, {"a.b": [7]}]}, failed_at="yesterday"
+        ),
     ]
     redis_client.lpush(DLQ, *letters)
     return letters
@@ -141,6 +143,14 @@ def five(redis_client: redis.Redis, queue: Queue) -> list[bytes]:
         (["--where", "user=null"], [4]),
         (["--where", "user.id=42", "--kind", "pay"], [0]),
         (["--where", "nobody=null"], []),
+        (["--kind", "pay", "--kind", "mail"], [0, 1, 2]),
+        (["--where", "n=1", "--where", "n=3"], [1, 3]),
+        (["--where", "user.id=42", "--where", "n=1", "--where", "n=0", "--kind", "pay"], [0]),
+        (["--where", "items.0.sku=x"], [4]),
+        (["--where", "items.1.sku=x"], []),
+        (["--where", 'items.1."a.b".0=7'], [4]),
+        (["--where", "items.2=1"], []),
+        (["--where", "n.0=1"], []),
     ],
 )
 def test_the_letters_that_are_meant_go_and_no_others(
@@ -150,13 +160,16 @@ def test_the_letters_that_are_meant_go_and_no_others(
     asked: list[object],
     meant: list[int],
 ) -> None:
-    """All conditions must hold. A dry run names the same letters and moves none."""
+    """All conditions must hold, of equal ones either. A dry run names the letters, and moves none.
+
+    That nothing fits is exit code 1.
+    """
     planned = desk(server, *asked, "--dry-run")
-    assert planned.code == 0 and planned.out.count("would replay ") == len(meant) + (
-        asked != ["--newest"]
-    )
+    last = 0 if asked == ["--newest"] else 1  # the receipt
+    assert planned.code == (0 if meant else 1)
+    assert planned.out.count("would replay ") == len(meant) + last
     assert redis_client.lrange(DLQ, 0, -1) == five[::-1] and not redis_client.exists("q:tasks")
-    assert desk(server, *asked).code == 0
+    assert desk(server, *asked).code == (0 if meant else 1)
     assert [message["n"] for message in waiting(redis_client)] == meant
     left = [raw for n, raw in enumerate(five) if n not in meant]
     assert redis_client.lrange(DLQ, 0, -1) == left[::-1]
@@ -220,7 +233,7 @@ def test_a_walk_sees_each_letter_once_while_others_take_and_bring(
         there = [envelope({"n": n}, token=n) for n in range(700)]
         redis_client.lpush(DLQ, *there)
         taken, seen = set[bytes](), list[bytes]()
-        for letter in replay.letters(queue, newest):
+        for letter in (replay.newest_first if newest else replay.oldest_first)(queue):
             seen.append(letter.raw)
             if rng.random() < 0.3:
                 letter.gone = redis_client.lrem(DLQ, 1, letter.raw) == 1
@@ -239,7 +252,7 @@ def test_a_walk_begins_again_when_others_took_all_it_had_seen(
 ) -> None:
     there = [envelope({"n": n}) for n in range(300)]
     redis_client.lpush(DLQ, *there)
-    walk = replay.letters(queue)
+    walk = replay.oldest_first(queue)
     seen = [next(walk).raw for _ in range(140)]  # the end of the third page
     redis_client.ltrim(DLQ, 0, -151)
     assert [letter.raw for letter in walk] == there[150:]
@@ -251,7 +264,7 @@ def test_a_walk_ends_though_others_replay_and_letters_die_for_ever(
 ) -> None:
     """For each letter that the walk sees, others take the oldest hundred, and as many die."""
     redis_client.lpush(DLQ, *(envelope({"n": n}) for n in range(300)))
-    for seen, _ in enumerate(replay.letters(queue)):
+    for seen, _ in enumerate(replay.oldest_first(queue)):
         redis_client.rpop(DLQ, 100)
         redis_client.lpush(DLQ, *(envelope({"seen": seen, "n": n}) for n in range(100)))
         assert seen < 300 * 300
@@ -263,7 +276,7 @@ def test_large_letters_are_read_in_small_pages(queue: Queue, redis_client: redis
     asked = []
     command = queue.command
     queue.command = lambda *args: asked.append(args) or command(*args)  # type: ignore[method-assign]
-    assert len(list(replay.letters(queue))) == 60
+    assert len(list(replay.oldest_first(queue))) == 60
     pages = [args for args in asked if args[0] == "LRANGE"]
     assert len(pages) > 10
 
@@ -397,6 +410,12 @@ def test_a_signal_stops_a_replay_between_two_letters_with_a_receipt(
         ("{}", ['a="1"'], '{"a": "1"}'),
         ('{"a": 1, "b": 2}', ["a=NaN", "b=null"], '{"a": "NaN", "b": null}'),
         ('{"a": {"b": 1}}', ["a=1"], '{"a": 1}'),
+        ('{"a": [ 1.0 ,{"s":"x" }, []]}', ["a.1.s=y"], '{"a": [ 1.0 ,{"s":"y" }, []]}'),
+        ('{"a": [ 1.0 ,2]}', ["a.0=7", "a.1=[]"], '{"a": [ 7 ,[]]}'),
+        ('{"a": [[[ 5,6 ]]]}', ["a.0.0.1={}"], '{"a": [[[ 5,{} ]]]}'),
+        ('{"a.b": 1, "a": {"b": 2}}', ['"a.b"=3'], '{"a.b": 3, "a": {"b": 2}}'),
+        ('{"a": {"x=\\"y": 2}}', ['a."x=\\"y"=3'], '{"a": {"x=\\"y": 3}}'),
+        ('{"0": 1}', ["0=2", "1=3"], '{"0": 2, "1": 3}'),
     ],
 )
 def test_set_changes_that_value_and_no_other_byte(
@@ -410,6 +429,17 @@ def test_set_changes_that_value_and_no_other_byte(
     assert redis_client.lrange(DLQ, 0, -1) == [envelope(payload)]
     assert desk(server, *flags).code == 0
     assert Message.parse(redis_client.lindex("q:tasks", 0)).own.decode() == wanted
+
+
+@pytest.mark.parametrize(
+    "edit", ["a.2=1", "a.-1=1", "a.x=1", "a.0.x=1", "b.0=1", "n.0=1", "a.00=1"]
+)
+def test_set_makes_no_element_and_no_object(
+    server: Server, redis_client: redis.Redis, edit: str
+) -> None:
+    redis_client.lpush(DLQ, envelope('{"a": [1, 2], "n": 3}'))
+    said = desk(server, "--set", edit)
+    assert said.code == 1 and "its payload has no" in said.err and redis_client.llen(DLQ) == 1
 
 
 def test_what_set_cannot_change_stays_where_it_is(
@@ -460,7 +490,7 @@ def test_a_key_of_the_wrong_type_is_named_and_nothing_is_lost(
         *(["--rate", bad] for bad in ("", "abc", "-1", "0", "nan", "inf", "1e999")),
         *(["--older", bad] for bad in ("", "abc", "-1h", "10", "nan", "inf", "1e9d")),
         *(["--stale", bad, "--health"] for bad in ("", "abc", "-1", "0", "nan", "inf", "1e999")),
-        *(["--where", bad] for bad in ("", "a", "=1", "a..b=1", ".=")),
+        *(["--where", bad] for bad in ("", "a", "=1", "a..b=1", ".=", '"a=1', '"\\q"=1', '""=1')),
         *(["--set", bad] for bad in ("", "a", "=1", "attempts=1", "_retry.replays=0")),
         *(["--error", bad] for bad in ("", "/(/")),
         ["--kind", ""],
@@ -474,6 +504,10 @@ def test_a_key_of_the_wrong_type_is_named_and_nothing_is_lost(
         ["--status", "--all"],
         ["--newest", "--oldest"],
         ["--json"],
+        ["--limit", "1", "--limit", "2"],
+        ["--queue", "a", "--queue", "b"],
+        ["--like", "xyz"],
+        ["--like", "ab", "--status"],
         ["--check", "abc"],
     ],
     ids=" ".join,

@@ -87,12 +87,12 @@ from backoff import Policy, ceiling, describe, draw, printable, trace
 
 try:
     import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
 
     CLIENT = tuple(int(part) for part in re.findall(r"\d+", redis.__version__)[:3])
     if CLIENT < (4, 3, 4):
         raise ImportError(f"redis-py 4.3.4 or newer is needed, this is {redis.__version__}")
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
 except ImportError as error:
     sys.stderr.write(
         f"worker: {sys.executable}: {error}. Get it: pip install -U redis, in a virtual "
@@ -491,7 +491,7 @@ if due then
   if note then redis.call('HSET', notes, token, note) end
   redis.call('RPUSH', waiting, text)
   redis.call('ZREM', retry, due)
-  if note then redis.call('HDEL', notes, old) end
+  if note then redis.call('HDEL', notes, old or '') end
 elseif not from then
   local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')[2]
   local wait = first and math.min(first - now, 1e15) or -1
@@ -502,7 +502,8 @@ redis.call('SET', fence, token)
 redis.call('ZADD', leases, now + ARGV[2], token .. ' ' .. ARGV[1])
 redis.call('HSET', running, token, text)
 redis.call('LTRIM', from, 0, -2)
-return {'run', now, token, note and '' or text, note or ''}
+note = note or ''
+return {'run', now, token, note == '' and text or '', note}
 """)  # fmt: skip
 
 # done: running → gone; follow-up messages → waiting.
@@ -817,6 +818,7 @@ class Queue:
         parse: Any = redis.connection.parse_url
         settings: dict[str, Any] = parse(url)
         kind = settings.pop("connection_class", redis.Connection)
+        settings.pop("max_connections", None)  # a pool's, and this is one connection
         settings |= {  # whatever the URL says
             "decode_responses": False,
             "socket_timeout": timeout,
@@ -2405,7 +2407,8 @@ def redis_url(text: str) -> str:
     try:
         Queue(text)
     except Exception as error:
-        why = "" if "@" in text else f" ({printable(str(error), 200)})"  # it may hold the password
+        safe = "@" not in text or isinstance(error, TypeError)  # others may quote the password
+        why = f" ({printable(str(error), 200)})" if safe else ""
         raise ValueError(
             "a Redis URL is needed: redis://[user:password@]host:port/db, with special characters "
             f"of the password percent-encoded{why}"

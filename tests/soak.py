@@ -63,6 +63,7 @@ SHORT = LEASE / 2  # who is frozen for less has renewed in time: a third of the 
 REJOIN = 5.0  # seconds after an outage in which a worker may not have renewed yet
 BACKLOG = 200  # messages waiting at most: what is pushed can be drained
 PATIENCE = 120.0  # seconds to drain in
+SHOWN = 10  # messages that a sentence names
 ID = re.compile(rb'\\?"id\\?": (\d+)')  # the first member of each message, in a dead letter, too
 
 HANDLER = """
@@ -70,19 +71,21 @@ import os, re, resource, signal, sys, time
 import __main__
 from backoff import PermanentError
 
-def mark(id, token, word, charged=0):
-    line = f"{time.monotonic():.6f} {os.getpid()} {id} {token} {word} {charged}\\n"
+def mark(id, token, word, charged=0, last=""):
+    line = f"{time.monotonic():.6f} {os.getpid()} {id} {token} {word} {charged} {last}\\n"
     fd = os.open(os.environ["QR_DIR"] + "/marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, line.encode())
     os.close(fd)
 
 def process(msg, run):
-    charged = run.attempts + msg.get("_retry", {}).get("earlier_attempts", 0)
+    kept = msg.get("_retry", {})
+    charged = run.attempts + kept.get("earlier_attempts", 0)
+    last = kept["history"][-1]["error"] if charged else ""
     try:
-        mark(msg["id"], run.token, "began", charged)
+        mark(msg["id"], run.token, "began", charged, last)
         work(msg, run)
         if msg["kind"] != "swallow":
-            mark(msg["id"], run.token, "ended", charged)
+            mark(msg["id"], run.token, "ended")
     except BaseException as error:
         mark(msg["id"], run.token, type(error).__name__)
         raise
@@ -160,7 +163,11 @@ def text_of(number: int, kind: str, seconds: float) -> bytes:
 
 
 class Mark(NamedTuple):
-    """What a run of the handler wrote down. `charged`: the failed runs that its message counted."""
+    """What a run of the handler wrote down.
+
+    `charged`: the failed runs that its message counted when it began; `last`: the error of the
+    last of them.
+    """
 
     at: float
     pid: int
@@ -168,6 +175,7 @@ class Mark(NamedTuple):
     token: str
     word: str
     charged: int
+    last: str
 
 
 class Held(NamedTuple):
@@ -207,8 +215,8 @@ class Soak:
         self.freezes: list[Freeze] = []
         self.frozen: list[tuple[float, int, Callable[[], None]]] = []  # until, who, how to thaw
         self.thawed: dict[int, float] = {}  # when, by foreman
-        self.outages: list[float] = []  # when each ended
-        self.leaving: list[Process] = []
+        self.outages: list[tuple[float, float]] = []  # from when to when
+        self.leaving: list[tuple[float, Process]] = []  # since when they have been asked to stop
         self.workers = [self.worker() for _ in range(WORKERS)]
 
     def start(self, script: str) -> Process:
@@ -258,8 +266,8 @@ class Soak:
 
     def marks(self) -> Iterator[Mark]:
         for line in (self.folder / "marks").read_text().splitlines():
-            at, pid, number, token, word, charged = line.split()
-            yield Mark(float(at), int(pid), int(number), token, word, int(charged))
+            at, pid, number, token, word, charged, last = line.split(" ", 6)
+            yield Mark(float(at), int(pid), int(number), token, word, int(charged), last)
 
     def look(self) -> None:
         """Nothing is lost and nothing is in two places, at this instant."""
@@ -283,8 +291,10 @@ class Soak:
             )
 
     def named(self, numbers: list[int]) -> str:
-        shown = [f"{number} ({self.pushed[number][0]})" for number in numbers[:20]]
-        return ", ".join(shown + ["…"] * (len(numbers) > 20))
+        shown = [f"{number} ({self.pushed[number][0]})" for number in numbers[:SHOWN]]
+        if len(numbers) > SHOWN:
+            shown.append(f"and {len(numbers) - SHOWN} more")
+        return ", ".join(shown)
 
     # Who holds what ───────────────────────────────────────────────────────────────────────────
 
@@ -333,13 +343,33 @@ class Soak:
         self.workers.remove(worker)
         # Its leases last for a while yet. A run that began after the first look is among them.
         self.justify(before | self.held(foreman=worker.pid))
+        worker.end()
 
     def stop_worker(self) -> None:
         worker = self.random.choice(self.workers)
         if "handler" in worker.err:  # before that it may not listen yet, and would just die
             worker.send(self.random.choice([signal.SIGTERM, signal.SIGINT]))
             self.workers.remove(worker)
-            self.leaving.append(worker)
+            self.leaving.append((time.monotonic(), worker))
+
+    def farewells(self) -> None:
+        """Those who were asked to stop and have ended: they have given back what they held.
+
+        Who left while Redis was away could not: its leases end by themselves, and count.
+        """
+        for asked, worker in [each for each in self.leaving if not each[1].running()]:
+            self.leaving.remove((asked, worker))
+            worker.end()
+            if code := worker.wait():
+                self.broken.append(f"A WORKER LEFT with {code}, asked to stop\n{worker}")
+            kept = self.held(foreman=worker.pid)
+            if any(end + REJOIN > asked for _, end in self.outages):
+                self.justify(kept)
+            elif kept:
+                self.broken.append(
+                    f"LEFT BEHIND: a worker that was asked to stop, with Redis there, has ended "
+                    f"and still has leases for {sorted(kept)}\n{worker}"
+                )
 
     def freeze_hand(self) -> None:
         self.freeze(foreman=False, some=True)
@@ -369,21 +399,23 @@ class Soak:
             self.freezes.append(Freeze(now, end, these, foreman, held))
             self.thawed[worker.pid] = end + LEASE / 3  # by then it has renewed
 
-        until = now + self.random.choice([SHORT / 2, SHORT / 2, LEASE, 2 * LEASE])
+        until = now + self.random.choice([SHORT / 2, SHORT / 2, 2 * LEASE, 3 * LEASE])
         self.frozen.append((until, worker.pid, thaw))
 
     def restart_server(self) -> None:
+        began = time.monotonic()
         self.server.kill()
-        time.sleep(self.random.uniform(0, 2))
+        time.sleep(self.random.uniform(0, 2 * LEASE))
         self.server.start()
-        self.outages.append(time.monotonic())
+        self.outages.append((began, time.monotonic()))
 
     def freeze_server(self) -> None:
+        began = time.monotonic()
         self.server.freeze()
-        time.sleep(self.random.uniform(0, 4))
+        time.sleep(self.random.uniform(0, 2 * LEASE))
         self.server.thaw()
         self.client.ping()
-        self.outages.append(time.monotonic())
+        self.outages.append((began, time.monotonic()))
 
     def cut_connections(self) -> None:
         self.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -421,12 +453,17 @@ class Soak:
         ]
         methods, weights = zip(*blows, strict=True)
         [method] = self.random.choices(methods, weights)
+        name, began = method.__name__.replace("_", " "), time.time()
         method()
-        self.blows[method.__name__.replace("_", " ")] += 1
+        self.blows[name] += 1
+        with (self.folder / "blows").open("a") as file:
+            print(f"{began:.3f} {time.time():.3f} {name}", file=file)
+        self.farewells()
         self.thaw(time.monotonic())
         for worker in [each for each in self.workers if not each.running()]:
             self.left_unasked(worker)
             self.workers.remove(worker)
+            worker.end()
         self.workers += [self.worker() for _ in range(WORKERS - len(self.workers))]
 
     def thaw(self, now: float) -> None:
@@ -477,15 +514,15 @@ class Soak:
                 continue
             until(lambda worker=worker: "handler" in worker.err or not worker.running())
             worker.send(signal.SIGTERM)
-        for worker in self.leaving + self.workers:
-            if code := worker.wait():
-                self.broken.append(
-                    f"A WORKER LEFT with {code} after it had been asked to stop\n{worker}"
-                )
+            self.leaving.append((time.monotonic(), worker))
+        self.workers = []
+        for _, worker in self.leaving:
+            worker.wait()
+        self.farewells()
 
     def close(self) -> None:
         self.thaw(float("inf"))
-        for worker in self.leaving + self.workers:
+        for worker in [worker for _, worker in self.leaving] + self.workers:
             worker.end()
         self.client.close()
         self.server.close()
@@ -531,7 +568,7 @@ def failed_runs(soak: Soak) -> dict[int, set[str]]:
             for token, mark in began.items()
             if mark.pid in freeze.hands and freeze.start <= mark.at <= freeze.end
         }
-        upset = any(end - 5 < freeze.end and freeze.start < end + REJOIN for end in soak.outages)
+        upset = any(x < freeze.end and freeze.start < end + REJOIN for x, end in soak.outages)
         expired = freeze.foreman and (freeze.end - freeze.start > SHORT or upset)
         for token in freeze.held | within:
             mark = began.get(token)
@@ -575,8 +612,10 @@ def ledger(soak: Soak) -> None:
     ended: Counter[int] = Counter()
     tokens: Counter[str] = Counter()
     charged: Counter[int] = Counter()
+    last: dict[int, str] = {}
     for mark in soak.marks():
-        charged[mark.id] = max(charged[mark.id], mark.charged)
+        if mark.charged > charged[mark.id]:
+            charged[mark.id], last[mark.id] = mark.charged, mark.last
         if mark.word == "began":
             began[mark.id] += 1
             tokens[mark.token] += 1
@@ -584,9 +623,10 @@ def ledger(soak: Soak) -> None:
             ended[mark.id] += 1
     letters = [Letter.read(raw, soak) for raw in soak.client.lrange(QUEUE + ":dlq", 0, -1)]
     dead = Counter(letter.id for letter in letters)
-    history = {letter.id: letter.history for letter in letters}
     for letter in letters:
-        charged[letter.id] = max(charged[letter.id], letter.charged)
+        if letter.charged > charged[letter.id]:
+            charged[letter.id] = letter.charged
+            last[letter.id] = str(letter.history[-5:])
 
     stats = {k.decode(): int(n) for k, n in soak.client.hgetall(QUEUE + ":stats").items()}
     found = soak.found()
@@ -623,15 +663,19 @@ def ledger(soak: Soak) -> None:
     soak.law_of_places(found, set(ended), "in the end")
     if surplus:
         soak.broken.append(
-            f"IN TWO PLACES or LOST: {stats.get('done', 0)} were done and {found.total()} are still "
-            f"there, which is {surplus:+} against the {len(soak.pushed)} that were pushed: a "
+            f"IN TWO PLACES or LOST: {stats.get('done', 0)} were done and {found.total()} are "
+            f"there still, which is {surplus:+} against the {len(soak.pushed)} that were pushed: a "
             "message was done more than once, or was done and stayed, or left without being done."
         )
-    for n in unjust:
+    if unjust:
         soak.broken.append(
-            f"CHARGED UNJUSTLY: message {n} ({soak.pushed[n][0]}) counts {charged[n]} failed runs, "
-            f"but had {len(failed.get(n, ()))}: {sorted(failed.get(n, ()))}. Something that is not "
-            f"its fault brings it nearer to its death. Its history: {history.get(n, 'it is done')}"
+            f"CHARGED UNJUSTLY: {soak.named(unjust)}: something that is not their fault has "
+            "brought them nearer to their death."
+        )
+    for n in unjust[:SHOWN]:
+        soak.broken.append(
+            f"    {n} counts {charged[n]} failed runs, but had {len(failed.get(n, ()))}, with the "
+            f"tokens {sorted(failed.get(n, ()))}; the end of its history: {last[n]}"
         )
     if changed:
         soak.broken.append(
@@ -639,7 +683,7 @@ def ledger(soak: Soak) -> None:
         )
     if reused:
         soak.broken.append(
-            f"SAME TOKEN: {reused[:20]} were given to two runs each: a store that refuses late "
+            f"SAME TOKEN: {reused[:SHOWN]} were given to two runs each: a store that refuses late "
             "writers by the token cannot tell them apart."
         )
 

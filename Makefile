@@ -13,8 +13,8 @@ help: ## list the targets
 lab: .venv/ready binary ## walk through the exercise for real, in QR_DIR (/root/qr, else ./lab)
 	@$(PY) tests/lab.py
 
-test: .venv/dev binary ## run the tests on a private server
-	$(PY) -m pytest
+test: .venv/dev binary ## run the tests, two at a time, each on a private server
+	$(PY) -m pytest -n 2 --dist worksteal
 
 check: test lint types ## what must be green before a commit
 

@@ -5,6 +5,7 @@ with Proxy(server.socket) as proxy:
     proxy.swallow()             a black hole: connections stay open, nothing comes through
     proxy.heal()                new connections work; those that were in the hole stay there
     proxy.lose_every(3)         every third reply is lost, and its connection with it
+    proxy.lose_from(b"abc")     every reply is, once a request has had these bytes in it
     proxy.lie(rb"a.c", b"xyz")  replies say xyz instead (of the same length)
 """
 
@@ -25,6 +26,7 @@ class Proxy:
         self.target = target
         self.hole = False
         self.every = 0  # of so many replies, the last is lost; 0: none is
+        self.last_straw = b""
         self.replies = 0
         self.truth, self.untruth = b"", b""
         self.lock = threading.Lock()
@@ -45,6 +47,9 @@ class Proxy:
 
     def lose_every(self, count: int) -> None:
         self.every = count
+
+    def lose_from(self, request: bytes) -> None:
+        self.last_straw = request
 
     def lie(self, pattern: bytes, instead: bytes) -> None:
         self.truth, self.untruth = pattern, instead
@@ -79,6 +84,8 @@ class Proxy:
                     lost.set()
                 if lost.is_set():
                     continue
+                if not is_reply and self.last_straw and self.last_straw in data:
+                    self.last_straw, self.every = b"", 1
                 if is_reply and self.is_unlucky():
                     break
                 if is_reply and self.truth:

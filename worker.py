@@ -1276,7 +1276,7 @@ class Slot:
 IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may raise in a hand
 RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
 RELEASE_CAP = 300.0  # seconds that a message waits at most which a stop breaks off again and again
-TICK = 1.0  # how often a hand looks for its foreman itself, where the kernel does not
+TICK = 1.0  # how often a hand looks for its foreman itself, where the kernel may not tell it
 T = TypeVar("T")
 
 class TimeLimitExceeded(TimeoutError):
@@ -1348,7 +1348,10 @@ class Hand:
     def __init__(self, settings: Settings, slot: Slot, foreman: int) -> None:
         self.settings, self.slot, self.foreman = settings, slot, foreman
         self.policy = settings.policy
-        self.pid, self.uid = os.getpid(), os.geteuid()
+        self.pid = os.getpid()
+        self.libc: Any = None
+        can_change_user = sys.platform != "linux" or os.geteuid() == 0
+        self.tick = TICK if can_change_user else 0.0
         self.name = f"{settings.name}/{self.pid}"
         self.queue = Queue(settings.redis, settings.queue)
         self.leaving = False
@@ -1392,8 +1395,17 @@ class Hand:
         """The exercise's loop: claim, run, settle, until told to stop (or, with --burst, done)."""
         last: Settlement | None = None
         while last or not self.leaving:
-            claim = self.exchange(last)
-            last = None
+            try:
+                self.guard = HELD if last else None
+                claim = self.exchange(last)
+            except Stop:
+                if last:
+                    log(
+                        f"run {last.run.token} has ended, but Redis does not answer: its result is "
+                        f"lost, and the message runs again when its lease has ended"
+                    )
+                raise
+            last = self.guard = None
             if claim.run and self.leaving:
                 self.let_fall(claim.run, "released", "claimed by a worker that was stopping")
             elif claim.run:
@@ -1407,7 +1419,10 @@ class Hand:
 
     def settle_in(self) -> None:
         """Makes a fork of the foreman a process of its own."""
-        die_with(self.foreman)
+        if sys.platform == "linux":
+            import ctypes
+
+            self.libc = ctypes.CDLL(None)
         if not os.isatty(0):  # on a terminal, breakpoint() needs the terminal's group
             os.setpgid(0, 0)
         self.mend_signals()
@@ -1474,19 +1489,12 @@ class Hand:
         `stale` is what success looks like when the reply was lost.
         """
         try:
-            try:
-                self.insist(partial(self.queue.do, last.step), error, True, last.step.size)
-            except TooLarge:
-                if last.small is None:
-                    raise
-                last = last.small()
-                self.insist(partial(self.queue.do, last.step), held=True)
-        except Stop:
-            log(
-                f"run {last.run.token} has ended, but Redis does not answer: its result is lost, "
-                f"and the message runs again when its lease has ended"
-            )
-            raise
+            self.insist(partial(self.queue.do, last.step), error, True, last.step.size)
+        except TooLarge:
+            if last.small is None:
+                raise
+            last = last.small()
+            self.insist(partial(self.queue.do, last.step), held=True)
         self.settled(last, b"ok")
 
     def refused(self, run: Run, what: str) -> None:
@@ -1653,7 +1661,7 @@ class Hand:
 
         A handler that a signal of ours has interrupted has failed, whatever it made of that.
         """
-        limit, tick = self.settings.time_limit, 0.0 if sys.platform == "linux" else TICK
+        limit, tick = self.settings.time_limit, self.tick
         self.interruption = None
         try:
             try:
@@ -1789,18 +1797,23 @@ class Hand:
         raise error
 
     def mend_signals(self) -> None:
-        """Sets our signal handlers, if a handler has changed them, and hears what was missed.
-
-        And binds us to the foreman again, if a handler has changed the user: that undoes it.
-        """
+        """Sets our signal handlers, if a handler has changed them, and hears what was missed."""
         for number, ours in self.signals.items():
             if getsignal(number) != ours:
                 signal.signal(number, ours)
         pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         self.leaving = self.leaving or self.slot.words[ORDER] != 0
-        if os.geteuid() != self.uid:
-            self.uid = os.geteuid()
-            die_with(self.foreman)
+        self.bind()
+
+    def bind(self) -> None:
+        """Makes the kernel kill this process when its foreman dies, even inside C code (Linux).
+
+        Again after each run: the kernel forgets it when a process changes its user or group.
+        """
+        if self.libc:
+            self.libc.prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+        if os.getppid() != self.foreman:
+            os._exit(1)
 
     def mend_descriptors(self) -> None:
         """After a handler that closed all files: settle on a new connection, then be replaced."""
@@ -1828,16 +1841,6 @@ class Hand:
 def release_wait(before: int) -> float | None:
     """The wait (s) of a message that a stop broke off: none at first, then longer each time."""
     return ceiling(before - 1, 1.0, RELEASE_CAP) if before else None
-
-
-def die_with(foreman: int) -> None:
-    """Makes the kernel kill this process when its foreman dies, even inside C code (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-    if os.getppid() != foreman:
-        os._exit(1)
 
 
 # ══ FOREMAN ═══════════════════════════════════════════════════════════════════════════════════
@@ -1905,12 +1908,12 @@ class Foreman:
         gc.freeze()  # what a hand never changes stays shared with it
         while True:
             self.reap()
+            self.report()
             self.fork_missing()
             if self.is_over():
                 break
             self.watch()
             self.beat()
-            self.report()
             self.sleep()
         self.sign_off()
         return self.code

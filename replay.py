@@ -57,17 +57,22 @@ except ModuleNotFoundError:
     sys.stderr.write(f"replay: {sys.executable} has no package redis: pip install redis\n")
     sys.exit(2)
 
-from backoff import printable
+from backoff import Policy, printable
 from worker import (
     BLANK,
     DECODER,
     OPTIONS,
     RESERVED,
+    VERSION,
+    Failure,
     Message,
+    Note,
     Option,
     Queue,
+    Run,
     Undecodable,
     add_options,
+    conclude,
     count,
     date_ms,
     explain,
@@ -82,6 +87,7 @@ from worker import (
     revive,
     seconds,
     unknown_variables,
+    unsettled,
     values_of,
 )
 
@@ -91,7 +97,9 @@ SHOWN = 20  # rows of a table, if nothing says otherwise
 STALE = 60.0  # seconds without progress after which a loop stands still, for --health
 GONE = 10  # times that: a worker silent for so long has gone, it is not stuck
 DEEPEST = 64  # columns of indentation; what lies deeper is shown as it was written
-REASONS = ("exhausted", "permanent", "undecodable", "worker_died", "timed_out")
+REASONS = ("exhausted", "permanent", "undecodable", "worker_died", "timed_out", "cancelled")
+LOOK_EVERY = 0.5  # seconds between two looks for new letters, for --follow
+REMEMBERED = 10_000  # letters that it knows again
 DEPTH = (1, 100)  # dead letters that are a warning, and critical, for --check
 
 
@@ -131,16 +139,20 @@ def span(seconds: float) -> str:
     return f"{seconds // 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
-    """Lines of an aligned table, cut to the width of a terminal; elsewhere nothing is cut."""
-    rows, names = iter(rows), head.split()
+def fitted(line: str) -> str:
+    """The line, cut to the width of a terminal; elsewhere nothing is cut."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
+    """Lines of an aligned table."""
+    rows, names = iter(rows), head.split()
     while page := list(islice(rows, PAGE)):
         sizes = [max(map(len, column)) for column in zip(names, *page, strict=True)]
         for row in [names, *page] if head else page:
             cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
-            line = "  ".join(cells).rstrip()
-            line = line if len(line) <= width else line[: width - 1] + "…"
+            line = fitted("  ".join(cells).rstrip())
             yield paint(line, BOLD) if row is names else line
         head = ""
 
@@ -182,8 +194,30 @@ def fingerprint(error: str) -> str:
     return PARTS.sub(lambda part: names[(part.lastindex or 1) - 1] or part[0], error)
 
 
+PROGRESS = {"shown": 0.0, "there": 0.0}  # when the line was last written; 1 while it is there
+
+
+def progress(text: str) -> None:
+    """A line on the terminal that says how far we are; it is gone before the next one."""
+    if sys.stderr.isatty():
+        PROGRESS["shown"], PROGRESS["there"] = time.monotonic(), 1
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def clear_progress() -> None:
+    if PROGRESS["there"]:
+        PROGRESS["there"] = 0
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def say(text: str, end: str = "\n", flush: bool = False) -> None:
+    clear_progress()
+    print(text, end=end, flush=flush)
+
+
 def complain(text: str) -> None:
     with suppress(OSError):  # a full disk must not hide the exit code
+        clear_progress()
         print(f"replay: {text}", file=sys.stderr)
 
 
@@ -347,35 +381,55 @@ class Cursor:
 
     def __init__(self, queue: Queue) -> None:
         self.queue, self.at, self.size = queue, 0, SHOWN
-        self.seen: list[int] = []  # hashes of the letters below, as far as they are known
+        self.seen: list[int] = []  # hashes of the letters below, in order, as far as known
         self.last = b""
+        self.lost = set[int]()  # what it knew, if it came down to the oldest and met nothing known
 
     def page(self) -> list[bytes]:
-        """The next letters above, the oldest first; none if there is none, for now."""
+        """The next letters above, the oldest first; none if there is none."""
         self.at = min(self.at, depth(self.queue))
         while True:
-            block = read(self.queue, max(self.at - 1, 0), self.at + self.size)
+            low = max(self.at - 1, 0)
+            block = read(self.queue, low, self.at + self.size)
+            known = 0
             if self.at and block[:1] == [self.last]:
-                fresh = block[1:]
-            elif self.at == 0 or (block and hash(block[0]) in self.seen):
-                fresh = self.after_known(block)
-            else:
+                known = 1
+            elif self.at and block and hash(block[0]) in self.seen:
+                known = self.known(block)
+                self.at, self.last = low + known, block[known - 1]
+            elif self.at:
                 self.at = max(self.at - self.size, 0)
                 continue
+            else:
+                self.lost, self.seen = set(self.seen) if block else set(), []
             self.size = page_size(self.size, block)
-            if fresh or len(block) < 2:
+            fresh = self.not_lost(block[known:])
+            if fresh:
                 return fresh
+            if len(block) < 2:
+                self.lost.clear()
+                return []
 
-    def after_known(self, block: list[bytes]) -> list[bytes]:
-        """What follows those that were seen: they are in their order, though some may be gone."""
-        self.at, known = max(self.at - 1, 0), 0
+    def known(self, block: list[bytes]) -> int:
+        """How many were seen, at its beginning: they are in their order, but some may be gone."""
+        place = 0
         for i, raw in enumerate(block):
             try:
-                known = self.seen.index(hash(raw), known) + 1
+                place = self.seen.index(hash(raw), place) + 1
             except ValueError:
-                return block[i:]
-            self.at, self.last = self.at + 1, raw
-        return []
+                return i
+        return len(block)
+
+    def not_lost(self, block: list[bytes]) -> list[bytes]:
+        """Passes letters that it knew; returns those that follow, as far as the next known one."""
+        start = 0
+        while self.lost and start < len(block) and hash(block[start]) in self.lost:
+            self.saw(block[start])
+            start += 1
+        end = start
+        while end < len(block) and hash(block[end]) not in self.lost:
+            end += 1
+        return block[start:end]
 
     def saw(self, raw: bytes, gone: bool = False) -> None:
         """Moves above this letter; `gone`: we have taken it out."""
@@ -546,6 +600,17 @@ def elements(text: str) -> tuple[str, list[tuple[str, Any, str, str]], str]:
     return "[", found, text[at if found else 1 :]
 
 
+def payload(path: str) -> str:
+    """The text of the JSON object in a file, or what comes from the standard input for "-"."""
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            raw = file.read().strip()
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    load(raw)
+    return raw.decode()
+
+
 def put(text: str, path: Path, value: str) -> tuple[str, str | None]:
     """Replaces one value in the text of a JSON object or array, and leaves every other byte alone.
 
@@ -590,10 +655,15 @@ def unsaved(dlq: str, line: str) -> bytes:
     return bytes(raw)
 
 
+def private(path: str, flags: int) -> int:
+    """Opens a file that others cannot read: what was in messages may be nobody's business."""
+    return os.open(path, flags, 0o600)
+
+
 def write_new(path: str, lines: Iterable[str]) -> int:
     """Writes a new file, safe on disk with its name when this returns; returns how many lines."""
     n = 0
-    with open(path, "x", encoding="ascii") as file:  # x: never over another
+    with open(path, "x", encoding="ascii", opener=private) as file:  # x: never over another
         for n, line in enumerate(lines, 1):  # noqa: B007
             file.write(line)
         file.flush()
@@ -620,13 +690,12 @@ class Desk:
 
     def walk(self) -> Iterator[Letter]:
         """The letters that fit; shows progress, on a terminal only, after half a second."""
-        shown, watched = time.monotonic(), sys.stderr.isatty()
+        PROGRESS["shown"] = time.monotonic()
         walk = newest_first if self.asked.newest else oldest_first
         for read, letter in enumerate(walk(self.queue), 1):
-            if watched and time.monotonic() - shown > 0.5:
-                shown = time.monotonic()
-                line = f"{read:,} of {letter.older + letter.newer:,} read, {self.moved:,} moved"
-                print(f"\r{line}\x1b[K\r", end="", file=sys.stderr, flush=True)
+            if time.monotonic() - PROGRESS["shown"] > 0.5:
+                all_of = letter.older + letter.newer
+                progress(f"{read:,} of {all_of:,} read, {self.moved:,} moved")
             if self.stopping:
                 return
             if self.fits(letter):
@@ -693,7 +762,7 @@ class Desk:
         """Prints the rows as JSON if that was asked for, else the lines. Returns the exit code."""
         n = 0
         for n, line in enumerate(map(json_line, rows) if self.asked.json else lines, 1):  # noqa: B007
-            print(line)
+            say(line)
         if not (n or self.partial):
             complain(self.nothing())
         return int(self.partial)
@@ -715,7 +784,7 @@ class Desk:
         """Everything about the letters that are meant; about one, if nothing says which."""
         asked = self.asked
         some = islice(self.chosen(), asked.limit or (None if asked.all or self.narrow else 1))
-        rows = (x.row() | x.facts | {"payload": x.body or x.facts.get("payload")} for x in some)
+        rows = map(everything, some)
         lines = ("\n" * (i > 0) + "\n".join(portrait(x)) for i, x in enumerate(some))
         return self.show(rows, lines)
 
@@ -734,6 +803,57 @@ class Desk:
             complain(f"{total:,} letters in {len(ordered):,} groups; --like EXAMPLE means a group")
         return code
 
+    def do_follow(self) -> int:
+        """Prints letters as they come, until Ctrl-C or the end of the reader. None is missed and
+        none printed twice; an outage of Redis is waited for.
+
+        The exception: if more than is remembered, the newest thousands, is taken between two
+        looks, then what is new is told by the date of its death.
+        """
+        if self.asked.like:
+            self.asked.conditions.append(self.alike())
+        looked, waiting = self.queue.now_ms(), False
+        cursor = self.at_the_end()
+        while True:
+            try:
+                now, page = self.queue.now_ms(), cursor.page()
+            except redis.RedisError as error:
+                if not passing(error):
+                    raise
+                if not waiting:
+                    complain(f"waiting for Redis at {self.queue.place()}: {printable(str(error))}")
+                waiting = True
+                time.sleep(LOOK_EVERY)
+                continue
+            if waiting:
+                complain("Redis answers again")
+                waiting = False
+            for raw in page:
+                letter = Letter(raw, now)
+                old = cursor.lost and (letter.died_ms or 0.0) <= looked
+                if not old and self.fits(letter):
+                    say(json_line(everything(letter)) if self.asked.json else headline(letter))
+                cursor.saw(raw)
+            del cursor.seen[:-REMEMBERED]
+            sys.stdout.flush()
+            if not page:
+                looked = now
+                time.sleep(LOOK_EVERY)
+
+    def at_the_end(self) -> Cursor:
+        """A cursor above the newest letter, that knows some of the letters below."""
+        cursor, known, size = Cursor(self.queue), list[Letter](), 0
+        for letter in newest_first(self.queue):
+            known.append(letter)
+            size += len(letter.raw)
+            if len(known) == PAGE or size > PAGE_BYTES:
+                break
+        for letter in reversed(known):
+            cursor.saw(letter.raw)
+        if known:
+            cursor.at = known[0].older + 1
+        return cursor
+
     # Move ────────────────────────────────────────────────────────────────────────────────────
 
     def do_replay(self) -> int:
@@ -747,38 +867,46 @@ class Desk:
                     text = self.edited(letter)
                 except ValueError as error:
                     self.stays(letter, printable(str(error)))
-                    if one and asked.set:  # the change was meant for this one, not for the next
+                    if one and (asked.set or asked.payload):  # that was meant for this one
                         break
                     continue
                 if asked.dry_run:
                     self.moved += 1
-                    print(f"{verb} {letter.id}, {letter.about}")
+                    say(f"{verb} {letter.id}, {letter.about}")
                 elif self.move(letter, text) and one:
                     left = self.queue.command("LLEN", self.dlq)
-                    print(f"{verb} {letter.id}, {letter.about}: {left} left in {self.dlq}")
+                    say(f"{verb} {letter.id}, {letter.about}: {left} left in {self.dlq}")
                 if self.stopping or self.moved == (1 if one else asked.limit):
                     break
         if one and not self.moved:
-            complain("nothing was moved") if self.rest else print(self.nothing())
+            complain("nothing was moved") if self.rest else say(self.nothing())
         elif not (one or self.moved or self.rest or self.partial):
             complain(self.nothing())
         return int(self.partial and not (one and self.moved))
 
     def edited(self, letter: Letter) -> bytes:
         """The message to put back, each --set done and shown. ValueError if that cannot be."""
-        text = revive(letter.raw)
+        raw = letter.raw
+        if self.asked.payload:
+            load(raw)
+            envelope, before = put(raw.decode(), ("payload",), self.asked.payload)
+            self.differs(letter, "payload", before, self.asked.payload)
+            raw = envelope.encode()
+        text = revive(raw)
         if self.asked.set:
             message = Message.parse(text)
             body = message.own.decode()
             for path, value in self.asked.set:
                 body, before = put(body, path, value)
-                name = f"{letter.id}  {plain(named(path))}: "
-                print(paint(f"- {name}{plain(before)}", RED))
-                print(paint(f"+ {name}{plain(value)}", GREEN))
+                self.differs(letter, named(path), before, value)
             changed = Message.parse(body.encode())
             facts = (message.attempts, message.first_seen_at, message.kept)
             return changed.noted(*facts).of(changed.raw)
         return text
+
+    def differs(self, letter: Letter, name: str, before: str | None, after: str) -> None:
+        say(paint(f"- {letter.id}  {plain(name)}: {plain(before)}", RED))
+        say(paint(f"+ {letter.id}  {plain(name)}: {plain(after)}", GREEN))
 
     def move(self, letter: Letter, text: bytes) -> bool:
         """Replays one letter, not sooner than --rate allows; False if it was gone."""
@@ -824,7 +952,7 @@ class Desk:
             end = "stopped by a signal: " if self.stopping else ""
         finally:
             parts = [f"{n:,} {what}" for what, n in self.rest.most_common(5)]
-            print(end + "; ".join([f"{verb} {self.moved:,}", *parts]))
+            say(end + "; ".join([f"{verb} {self.moved:,}", *parts]))
 
     def do_discard(self) -> int:
         """Removes letters for good, after writing them to a file and asking."""
@@ -832,15 +960,15 @@ class Desk:
         if asked.dry_run:
             for letter in chosen:
                 self.moved += 1
-                print(f"would discard {letter.id}, {letter.about}")
-            print(f"would discard {self.moved:,}")
+                say(f"would discard {letter.id}, {letter.about}")
+            say(f"would discard {self.moved:,}")
             return int(self.partial)
         name = time.strftime(f"discarded-%Y%m%dT%H%M%SZ-{os.getpid()}.jsonl", time.gmtime())
         path = os.path.abspath(asked.file or name)
         n = write_new(path, (saved(self.dlq, letter.raw) for letter in chosen))
         if n and not asked.yes:
-            print(f"{n} letters of {self.dlq} are in {path} now.")
-            print(f"Type {n} to discard them: ", end="", flush=True)
+            say(f"{n} letters of {self.dlq} are in {path} now.")
+            say(f"Type {n} to discard them: ", end="", flush=True)
         if not n or not (asked.yes or sys.stdin.readline().strip() == str(n)):
             os.remove(path)
             complain("nothing was discarded" if n else self.nothing())
@@ -854,7 +982,7 @@ class Desk:
         finally:
             with suppress(FileNotFoundError):
                 os.remove(part)
-        print(f"--restore {path} takes them back")
+        say(f"--restore {path} takes them back")
         return int(self.partial)
 
     def removed(self, path: str) -> Iterator[str]:
@@ -872,9 +1000,12 @@ class Desk:
         """Puts discarded letters back, at the oldest end; not again those that are there already.
 
         So it can be killed and run again. But what was restored and has been replayed since then
-        would be restored a second time: the file does not know.
+        would be restored a second time: so the file gets another name when all is done.
         """
-        with open(self.asked.restore, encoding="utf-8", errors="replace") as file:
+        path = self.asked.restore
+        if os.path.exists(f"{path}.restored") and not os.path.exists(path):
+            raise Problem(f"{path} has been restored: it is {path}.restored now")
+        with open(path, encoding="utf-8", errors="replace") as file:
             lost = [unsaved(self.dlq, line) for line in file]
         wanted = set(lost)
         there = Counter(letter.raw for letter in self.walk() if letter.raw in wanted)
@@ -885,10 +1016,52 @@ class Desk:
         with self.receipt("restored"):
             for i in range(0, len(lost), PAGE):
                 if self.stopping:
-                    break
+                    return 1
                 self.queue.command("RPUSH", self.dlq, *lost[i : i + PAGE])
                 self.moved += len(lost[i : i + PAGE])
-        return int(self.partial)
+        os.replace(path, f"{path}.restored")
+        return 0
+
+    # Steer ───────────────────────────────────────────────────────────────────────────────────
+
+    def do_cancel(self) -> int:
+        """Ends a run: its message is dead now. Its worker is refused when it next renews the lease,
+        and then interrupts the handler.
+        """
+        queue, token, owner = self.queue, self.asked.cancel, "-"
+        for lease in queue.command("ZRANGE", queue.names.leases, 0, -1):
+            if lease.startswith(b"%d " % token):
+                owner = lease.decode(errors="replace").partition(" ")[2]
+        text, answer = queue.text(token), None
+        if text is not None:
+            notes = Note.read(queue.command("HGET", queue.names.notes, token) or b"")
+            run = Run(token, owner, text, True, notes, start_ms=token // 1000)
+            error = f"Cancelled: by somebody at the desk on {host_name()}"
+            end = Failure(error, "cancelled", fatal=True, at_ms=queue.now_ms(), owner=owner)
+            failures = [*unsettled(run), end]
+            [answer] = queue.do(conclude(queue, Policy(), run, parsed(text), failures).step)
+        if text is None or answer != b"ok":
+            complain(f"no message runs under {token} (any more)")
+            return 1
+        say(f"cancelled {token}, kind {plain(peek(text).kind, 40)}: it is in {self.dlq} now")
+        say(f"its worker, {printable(owner)}, hears of it when it renews its lease")
+        return 0
+
+    def do_pause(self) -> int:
+        """No worker claims a message any more; what runs goes on, and what fails waits."""
+        at = f"since {iso(self.queue.now_ms())} by {host_name()}"
+        name, runs = self.queue.names.waiting, self.queue.command("HLEN", self.queue.names.running)
+        if self.queue.command("SET", self.queue.names.pause, at, "NX") is None:
+            say(f"{name} was paused already, {paused(self.queue)}")
+        else:
+            say(f"paused: nothing of {name} is claimed until --resume; messages running: {runs}")
+        return 0
+
+    def do_resume(self) -> int:
+        """Workers claim again, within a second."""
+        gone = self.queue.command("DEL", self.queue.names.pause)
+        say(f"{self.queue.names.waiting} {'goes on' if gone else 'was not paused'}")
+        return 0
 
     # See the whole ───────────────────────────────────────────────────────────────────────────
 
@@ -898,10 +1071,10 @@ class Desk:
         while True:
             now = survey(self.queue)
             if self.asked.json:
-                print(json_line(now), flush=True)
+                say(json_line(now), flush=True)
             else:
                 clear = "\x1b[H\x1b[2J" if self.asked.watch and sys.stdout.isatty() else ""
-                print(clear + "\n".join(overview(now, before)), flush=True)
+                say(clear + "\n".join(overview(now, before)), flush=True)
             if not self.asked.watch:
                 return 0
             before = now
@@ -909,7 +1082,7 @@ class Desk:
 
     def do_prometheus(self) -> int:
         """The same as metrics, in the text format of Prometheus."""
-        print("\n".join(exposition(survey(self.queue))))
+        say("\n".join(exposition(survey(self.queue))))
         return 0
 
     def do_health(self) -> int:
@@ -928,7 +1101,9 @@ class Desk:
         if work and not alive:
             here = "here" if self.asked.here else "anywhere"
             troubles.append(f"no worker is alive {here}; messages to be worked on: {work}")
-        print("\n".join(map(printable, troubles)) or f"healthy: workers {alive}, messages {work}")
+        say("\n".join(map(printable, troubles)) or f"healthy: workers {alive}, messages {work}")
+        if now["paused"]:
+            say(f"paused {now['paused']}")
         return int(bool(troubles))
 
     def do_check(self) -> int:
@@ -945,10 +1120,24 @@ class Desk:
         )
         text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {depth} dead letters in {self.dlq}"
         text += f", the oldest for {since(age)}: {page[-1].error}" if page else ""
+        pause = paused(self.queue)
+        text += f"; paused {pause}" if pause else ""
         bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
         data = f"depth={depth};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
-        print(f"{printable(text).replace('|', '/')} | {data}")
+        say(f"{printable(text).replace('|', '/')} | {data}")
         return code
+
+
+def everything(letter: Letter) -> dict[str, Any]:
+    """A letter for programs: what --list shows, and all that it says itself."""
+    payload = letter.body or letter.facts.get("payload")
+    return letter.row() | letter.facts | {"payload": payload}
+
+
+def headline(letter: Letter) -> str:
+    facts = letter.facts
+    words = [facts.get("failed_at"), letter.id, letter.body.get("kind"), facts.get("reason")]
+    return fitted("  ".join([*(plain(word, 40) for word in words), letter.error]))
 
 
 APART = ("payload", "error", "history", "released", "traceback")  # shown in a place of their own
@@ -1008,12 +1197,23 @@ def outline(text: str, pad: str) -> Iterator[str]:
 # ── The whole ─────────────────────────────────────────────────────────────────────────────────
 
 
+def parsed(raw: bytes) -> Message | None:
+    """A message taken apart; None if it cannot be read."""
+    try:
+        return Message.parse(raw)
+    except Undecodable:
+        return None
+
+
 def peek(raw: bytes | None) -> Message:
     """A message, to look at; an empty one if it cannot be read."""
-    try:
-        return Message.parse(raw or b"")
-    except Undecodable:
-        return Message(b"", 0, 0, None, {})
+    return parsed(raw or b"") or Message(b"", 0, 0, None, {})
+
+
+def paused(queue: Queue) -> str:
+    """Since when, and by whom; "" if nothing is paused."""
+    text = queue.command("GET", queue.names.pause)
+    return "" if text is None else printable(text.decode(errors="replace"), 100) or "by somebody"
 
 
 def pairs(flat: list[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -1059,6 +1259,7 @@ def survey(queue: Queue) -> dict[str, Any]:
     return {
         "queue": names.waiting,
         "at": iso(now),
+        "paused": paused(queue) or None,
         "states": {name: {"count": n, "oldest": age} for name, (n, age) in states.items()},
         "running": running[:SHOWN],
         "due": due[:SHOWN],
@@ -1099,6 +1300,8 @@ def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str
             for loop, idle in loops.items()],
     }  # fmt: skip
     yield paint(f"{printable(now['queue'])} at {now['at']}", BOLD)
+    if now["paused"]:
+        yield paint(f"paused {now['paused']}", RED)
     for head, rows in tables.items():
         if rows:
             yield ""
@@ -1113,6 +1316,7 @@ def exposition(now: dict[str, Any]) -> Iterator[str]:
             ({"state": name}, state["count"]) for name, state in states],
         "qr_oldest_seconds gauge Age of the oldest message known in each state.": [
             ({"state": name}, state["oldest"]) for name, state in states if state["oldest"]],
+        "qr_paused gauge 1 while nothing is claimed.": [({}, int(now["paused"] is not None))],
         "qr_overdue gauge Retries that are due and not taken yet.": [({}, now["overdue"])],
         "qr_transitions_total counter Transitions since the counters began.": [
             ({"transition": name}, n) for name, n in now["counters"].items()],
@@ -1143,28 +1347,33 @@ DOES = {
     "list": "a table of letters, the newest first",
     "show": "everything about each",
     "group": "how many there are of each reason and sort of error, and of which kinds",
+    "follow": "print letters as they come, until Ctrl-C",
     "discard": "write them to a file, then remove them",
-    "restore": "put back what --discard has written to FILE",
+    "restore FILE": "put back what --discard has written to FILE",
+    "cancel TOKEN": "end a run (--status shows its token): its message is dead",
+    "pause": "nothing is claimed any more, by any worker",
+    "resume": "end a pause",
     "status": "the whole queue: states, runs, retries, counters, workers",
     "prometheus": "the same as metrics",
     "health": "exit 1, and name it, if a loop of a worker stands still",
     "check": "a probe in the format of Nagios plug-ins",
 }
 LOOK, ANY = "list show group", "replay list show group discard"
+FITS = f"{ANY} follow"
 CHOICES = (
     Option(
         "kind", "KIND", partial(equal, lambda x: x.body.get("kind")),
-        "of this kind", beside=ANY),
-    Option("reason", "WORD", reason, ", ".join(REASONS), beside=ANY),
+        "of this kind", beside=FITS),
+    Option("reason", "WORD", reason, ", ".join(REASONS), beside=FITS),
     Option(
         "error", "TEXT", error,
-        "with TEXT in the error, or matching a /regular expression/", beside=ANY),
+        "with TEXT in the error, or matching a /regular expression/", beside=FITS),
     Option("older", "AGE", partial(aged, operator.ge), "dead for so long or longer", beside=ANY),
     Option("newer", "AGE", partial(aged, operator.lt), "dead for less", beside=ANY),
     Option(
         "where", "FIELD=VALUE", where,
-        'with this in the payload: user.id=42, items.0.sku=x, "a.b"=1', beside=ANY),
-    Option("like", "ID", letter_id, "of the same group as this one", beside=ANY),
+        'with this in the payload: user.id=42, items.0.sku=x, "a.b"=1', beside=FITS),
+    Option("like", "ID", letter_id, "of the same group as this one", beside=FITS),
     Option("all", "", bool, "every one that is there at the start", beside=ANY),
     Option("limit", "N", count, "at most N", beside=ANY),
     Option("newest", "", bool, "the newest first, as looking does", beside=ANY),
@@ -1174,11 +1383,14 @@ CHOICES = (
     Option(
         "set", "FIELD=VALUE", change,
         "change the payload; VALUE is JSON, else text", beside="replay"),
+    Option(
+        "payload", "FILE", payload,
+        "put back this payload instead; - is the standard input", beside="replay"),
     Option("yes", "", bool, "do not ask", beside="discard"),
     Option(
         "file", "FILE", words,
         "where to write to (default discarded-TIME-PID.jsonl)", beside="discard"),
-    Option("json", "", bool, "one JSON object per line", beside=LOOK + " status"),
+    Option("json", "", bool, "one JSON object per line", beside=LOOK + " follow status"),
     Option("page", "N", count, "which page of the table (default 1)", beside="list"),
     Option(
         "watch", "SECONDS", seconds,
@@ -1229,15 +1441,17 @@ def command_line() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"replay.py {VERSION}")
     group = parser.add_argument_group("what to do, if not to replay")
     does = group.add_mutually_exclusive_group()
-    for name, text in DOES.items():
-        takes = {"metavar": "FILE"} if name == "restore" else {"action": "store_true"}
+    for what, text in DOES.items():
+        name, _, metavar = what.partition(" ")
+        takes = {"metavar": metavar} if metavar else {"action": "store_true"}
         does.add_argument(f"--{name}", help=text, **takes)  # type: ignore[arg-type]
     which, others = map(parser.add_argument_group, ("which letters", "how"))
     which.add_argument("id", metavar="ID", nargs="*", help=ID.help)
-    add_options(which, [option for option in CHOICES if option.beside == ANY])
-    add_options(others, [option for option in CHOICES if option.beside != ANY])
+    add_options(which, [option for option in CHOICES if option.beside in (ANY, FITS)])
+    add_options(others, [option for option in CHOICES if option.beside not in (ANY, FITS)])
     return parser
 
 
@@ -1247,7 +1461,8 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     refuse_dashes(parser, argv)
     asked = parser.parse_intermixed_args(argv)
     conditions = dict[object, list[Condition]]()
-    action = next((name for name in DOES if getattr(asked, name) not in (None, False)), "replay")
+    does = [what.split()[0] for what in DOES]
+    action = next((name for name in does if getattr(asked, name) not in (None, False)), "replay")
     for option in (ID, *CHOICES):
         typed = getattr(asked, option.attribute)
         if typed and option.beside and action not in option.beside.split():
@@ -1268,6 +1483,12 @@ def read_command(argv: list[str]) -> tuple[str, argparse.Namespace]:
     if asked.newest and asked.oldest:
         parser.error("--newest or --oldest, not both")
     asked.newest = asked.newest or (action in LOOK.split() and not asked.oldest)
+    if asked.payload and (len(asked.id) > 1 or asked.all or asked.conditions or asked.like):
+        parser.error("--payload is for one letter: name its ID")
+    if action == "cancel":
+        if not re.fullmatch("[0-9]{1,16}", asked.cancel):
+            parser.error(f"--cancel {printable(asked.cancel, 40)}: a token is needed: see --status")
+        asked.cancel = int(asked.cancel)
     if action == "discard":
         if not (asked.id or asked.conditions or asked.all or asked.limit):
             parser.error("--discard needs an id, a condition, --limit or --all")
@@ -1300,7 +1521,7 @@ def main(argv: list[str] | None = None) -> int:
         text = f"Redis at {queue.place()} does not answer: {printable(str(error))}"
         text = text if passing(error) else explain(queue, error)
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
-        trouble = int(action not in LOOK)
+        trouble = int(action not in f"{LOOK} follow")
         silence()
     except OSError as error:
         text = printable(f"{error.filename or 'the output'}: {error.strerror or error}")
@@ -1308,7 +1529,7 @@ def main(argv: list[str] | None = None) -> int:
     except Problem as error:
         text = str(error)
     except KeyboardInterrupt:
-        trouble = int(action != "status")
+        trouble = int(action not in ("status", "follow"))
     if text and trouble == 3:
         print(f"DLQ UNKNOWN - {text.replace('|', '/')}")
     elif text:

@@ -35,11 +35,11 @@ from processes import PROJECT, Guard
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-OLDEST = (6, 2)
+OLDEST = (6, 0)
 START_SECONDS = 30.0
 
 HOW_TO_INSTALL = """\
-No Redis 6.2 or newer (or Valkey) was found. Any one of these is enough, then run the command again:
+No Redis 6.0 or newer (or Valkey) was found. Any one of these is enough, then run the command again:
     Debian, Ubuntu:   sudo apt install redis-server       (or: valkey-server)
     Fedora:           sudo dnf install valkey
     macOS:            brew install redis
@@ -74,7 +74,7 @@ def find_server() -> str:
             continue
         if version(binary) >= OLDEST:
             return binary
-        passed_over += f"{binary} is older than 6.2, or does not run here.\n"
+        passed_over += f"{binary} is older than 6.0, or does not run here.\n"
     raise NoServer(passed_over + HOW_TO_INSTALL)
 
 

@@ -53,18 +53,33 @@ def usual_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def children(pid: int) -> list[int]:
-    """The processes whose parent is `pid` now; a foreman's hands, for instance."""
+def rows() -> list[tuple[int, int]]:
+    """Every process that still runs, with its parent."""
     listing = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
     )
-    rows = (line.split() for line in listing.stdout.splitlines())
-    return sorted(int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z"))
+    split = (line.split() for line in listing.stdout.splitlines())
+    return [(int(pid), int(parent)) for pid, parent, state, *_ in split if state[0] != "Z"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid` now; a foreman's hands, for instance."""
+    return sorted(each for each, parent in rows() if parent == pid)
 
 
 def descendants(pid: int) -> list[int]:
     """The process, its children, and theirs."""
     return [pid, *(each for child in children(pid) for each in descendants(child))]
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session, orphans too: a hand leads its own group, but no session."""
+    found = []
+    for pid, _ in rows():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
 
 
 class Guard:
@@ -163,13 +178,11 @@ class Process:
     def end(self) -> None:
         """Nothing of this process is left, nor of its session: hands lead groups of their own."""
         self.guard.dismiss()
-        session = [pid for pid in descendants(self.pid) if pid != self.pid]
-        # macOS refuses, with the second, to signal a group in which only zombies are left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        for pid in session:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.popen.kill()
+        while left := [pid for pid in session(self.pid) if pid != self.pid]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.popen.wait()
 
     def __repr__(self) -> str:

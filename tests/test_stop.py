@@ -23,7 +23,7 @@ from worker import Note, release_wait
 
 # Messages say how long to run; each beginning and end leaves a line of `id word pid`.
 HANDLER = """
-import ctypes, json, os, signal, subprocess, sys, time
+import ctypes, json, os, signal, sys, time
 
 def mark(msg, word):
     fd = os.open(os.environ["QR_DIR"] + "/marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -57,10 +57,6 @@ def process(msg):
                 mark(msg, "works")
             except BaseException:
                 pass
-    elif kind == "child":  # a stop of the worker is none of its business
-        program = 'echo 0 child $$ >> "$QR_DIR/marks"; '
-        program += 'until [ -e "$QR_DIR/gate" ]; do sleep 0.02; done'
-        subprocess.run(["/bin/sh", "-c", program], check=True)
     elif kind == "asks":
         mark(msg, os.read(0, 100).decode().strip())
     elif kind == "fails":
@@ -368,51 +364,6 @@ def test_a_burst_of_signals_is_one_request(
     assert (stage.counts(), stage.stats()) == ({}, {"done": 1})
 
 
-IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-
-
-def test_a_worker_ignores_the_signals_that_mean_nothing_to_it(stage: Stage) -> None:
-    """Idle and busy, to the foreman and its group; their default is to kill it."""
-    process = stage.worker(*LONG)
-    ready(process)
-    hands = process.children()
-    for kind in ("idle", "busy"):
-        if kind == "busy":
-            stage.push("gate")
-            stage.began(process)
-        for number in IGNORED:
-            process.send(number)
-            process.send_group(number)
-    stage.open_gate()
-    until(lambda: stage.law.done() == 1, saw=lambda: process)
-    stage.push("ok")
-    until(lambda: stage.law.done() == 2, saw=lambda: process)
-    assert process.children() == hands
-    assert process.stop() == 0
-    assert stage.stats() == {"done": 2}
-
-
-def test_a_program_that_a_handler_starts_meets_the_usual_signals(
-    stage: Stage, handler: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """What the worker ignores or catches is not ignored there."""
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD, *IGNORED]
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"import signal\nfor number in {[*map(int, numbers)]}:\n"
-        "    print(signal.getsignal(number) == signal.SIG_IGN)\n"
-    )
-    handler(f"""
-import subprocess, sys
-def process(msg):
-    subprocess.run([sys.executable, {str(program)!r}], check=True)
-""")
-    stage.push("ok")
-    process = stage.worker("--burst")
-    assert process.wait() == 0, process
-    assert process.out.split() == ["False"] * len(numbers)
-
-
 def test_a_worker_under_nohup_goes_on_when_the_terminal_is_gone(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -489,20 +440,6 @@ def test_leases_are_renewed_while_a_worker_is_stopping(stage: Stage) -> None:
 # --- What belongs to a hand -----------------------------------------------------------------------
 
 
-def test_a_stop_of_the_workers_group_does_not_reach_what_a_handler_has_started(
-    stage: Stage,
-) -> None:
-    """As a supervisor sends it: the command runs to its end, and so does the message."""
-    stage.push("child")
-    process = stage.worker(*LONG, *NEVER)
-    [line] = until(lambda: stage.marks("child"), saw=lambda: process)
-    process.send_group(signal.SIGTERM)
-    assert not gone(int(line.split()[2]))
-    stage.open_gate()
-    assert process.wait() == 0
-    assert (stage.counts(), stage.stats()) == ({}, {"done": 1})
-
-
 TERMINAL = """
 import contextlib, fcntl, os, sys, termios
 os.dup2(os.open(sys.argv[1], os.O_RDWR), 0)
@@ -533,49 +470,18 @@ def test_on_a_terminal_a_handler_can_ask_and_ctrl_c_lets_it_finish(
         os.close(fd)
 
 
-# --- Exit hooks -----------------------------------------------------------------------------------
-
-HOOKS = """
-import atexit, logging.handlers, os
-
-folder = os.environ["QR_DIR"] + "/"
-buffered = open(folder + "buffered", "w")
-file = logging.FileHandler(folder + "logged")
-logging.getLogger().addHandler(logging.handlers.MemoryHandler(1000, target=file))
-atexit.register(lambda: open(folder + "hook", "a").write(f"{os.getpid()}\\n"))
-AT_EXIT
-
-def process(msg):
-    buffered.write(f"{msg['id']}\\n")
-    logging.warning(msg["id"])
-"""
-
-
 @pytest.mark.parametrize("how", ["--burst", "SIGTERM"])
-def test_at_an_orderly_end_a_hand_flushes_and_runs_exit_hooks(
-    stage: Stage, handler: Callable[[str], Path], how: str
+@pytest.mark.parametrize("left", ["atexit.register(time.sleep, 3600)", "thread.start()"])
+def test_what_does_not_end_with_its_hand_is_ended_when_the_grace_is_over(
+    stage: Stage, handler: Callable[[str], Path], left: str, how: str
 ) -> None:
-    """Those of its handler, and each once: the foreman has none of them."""
-    handler(HOOKS.replace("AT_EXIT", ""))
-    stage.push("ok")
-    process = stage.worker(*([how] if how == "--burst" else []))
-    until(lambda: stage.law.done() == 1, saw=lambda: process)
-    assert (process.wait() if how == "--burst" else process.stop()) == 0
-    for name in ("buffered", "logged"):
-        assert (stage.folder / name).read_text() == "0\n", name
-    [pid] = (stage.folder / "hook").read_text().split()
-    assert int(pid) != process.pid
-    assert "Traceback" not in process.err
-
-
-@pytest.mark.parametrize("how", ["--burst", "SIGTERM"])
-@pytest.mark.parametrize("hook", ["atexit.register(time.sleep, 3600)", "thread.start()"])
-def test_what_does_not_end_at_the_exit_is_ended_with_the_grace(
-    stage: Stage, handler: Callable[[str], Path], hook: str, how: str
-) -> None:
-    """A hook, or a thread that nobody told: no alarm, for the messages are settled."""
-    thread = "import threading, time\nthread = threading.Thread(target=time.sleep, args=(3600,))\n"
-    handler(HOOKS.replace("AT_EXIT", thread + hook))
+    """An exit hook, or a thread that nobody told: no alarm, for the messages are settled."""
+    handler(f"""
+import atexit, threading, time
+thread = threading.Thread(target=time.sleep, args=(3600,))
+{left}
+def process(msg): pass
+""")
     stage.push("ok")
     process = stage.worker("--grace", 0.3, *([how] if how == "--burst" else []))
     until(lambda: stage.law.done() == 1, saw=lambda: process)

@@ -44,6 +44,7 @@ import shutil
 import signal
 import sys
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -118,8 +119,9 @@ def paint(text: str, code: str) -> str:
 
 def plain(value: object, limit: int = 500) -> str:
     """Any JSON value in one line: text bare, nothing as a dash, the rest as JSON."""
-    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return printable(text, limit)
+    if isinstance(value, str):
+        return printable(value, limit)
+    return "-" if value is None else printable(json.dumps(value, ensure_ascii=False), limit)
 
 
 def json_line(value: object) -> str:
@@ -139,22 +141,59 @@ def span(seconds: float) -> str:
     return f"{seconds // 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
+EMOJI = "\ufe0f"  # after a character: show it as an emoji, which is wide
+
+
+def width(text: str) -> int:
+    """The columns that a printable text takes on a terminal: CJK and emoji two, accents none."""
+    if text.isascii():
+        return len(text)
+    total, last = 0, 0
+    for c in text:
+        if c == EMOJI:
+            last = 1 if last == 1 else 0
+        elif unicodedata.category(c) in ("Mn", "Me"):
+            last = 0
+        else:
+            last = 2 if unicodedata.east_asian_width(c) in ("W", "F") else 1
+        total += last
+    return total
+
+
 def fitted(line: str) -> str:
     """The line, cut to the width of a terminal; elsewhere nothing is cut."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    return line if len(line) <= width else line[: width - 1] + "…"
+    if not sys.stdout.isatty() or width(line) <= (most := shutil.get_terminal_size().columns):
+        return line
+    line = line[:most]
+    while width(line) >= most:
+        line = line[:-1]
+    return line + "…"
 
 
 def columns(head: str, rows: Iterable[list[str]]) -> Iterator[str]:
     """Lines of an aligned table."""
     rows, names = iter(rows), head.split()
     while page := list(islice(rows, PAGE)):
-        sizes = [max(map(len, column)) for column in zip(names, *page, strict=True)]
+        sizes = [max(map(width, column)) for column in zip(names, *page, strict=True)]
         for row in [names, *page] if head else page:
-            cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
+            cells = [f"{x}{' ' * (size - width(x))}" for x, size in zip(row, sizes, strict=True)]
             line = fitted("  ".join(cells).rstrip())
             yield paint(line, BOLD) if row is names else line
         head = ""
+
+
+# In the text of a JSON string: two escapes that make one character, one that makes one, another.
+ESCAPE = re.compile(r"(?:\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.)")
+
+
+def readable(text: str) -> str:
+    """A JSON text with the characters that its escapes mean, as far as they are printable."""
+
+    def meant(escape: re.Match[str]) -> str:
+        c = str(json.loads(f'"{escape[0]}"'))
+        return c if escape[0][1] == "u" and c.isprintable() and c not in '"\\' else escape[0]
+
+    return ESCAPE.sub(meant, text)
 
 
 # An error is cut into what stays in its fingerprint and what goes, whichever comes first.
@@ -763,12 +802,13 @@ class Desk:
         n = 0
         for n, line in enumerate(map(json_line, rows) if self.asked.json else lines, 1):  # noqa: B007
             say(line)
+        sys.stdout.flush()
         if not (n or self.partial):
             complain(self.nothing())
         return int(self.partial)
 
     def do_list(self) -> int:
-        """A page of letters as a table; as JSON lines, all of them."""
+        """A page of letters as a table; as JSON lines, all of them. Then how many there are."""
         asked, page = self.asked, self.asked.page or 1
         whole = (asked.all or asked.json) and not asked.page
         size = asked.limit or (sys.maxsize if whole else SHOWN)
@@ -776,8 +816,10 @@ class Desk:
         some = islice(chosen, (page - 1) * size, page * size)
         head, cells = "ID AGE KIND ATTEMPTS REASON ERROR", (letter.cells() for letter in some)
         code = self.show((letter.row() for letter in some), columns(head, cells))
-        if next(chosen, None):
-            complain(f"there are more: --page {page + 1}, --limit N or --all")
+        if not (code or asked.json):
+            there = f"letters in all: {depth(self.queue):,}"
+            more = next(chosen, None) is not None
+            complain(f"{there}; more: --page {page + 1}, --limit N or --all" if more else there)
         return code
 
     def do_show(self) -> int:
@@ -922,8 +964,10 @@ class Desk:
         return self.count(word == b"ok")
 
     def count(self, by_us: bool) -> bool:
-        self.moved += by_us
-        self.rest += Counter({"had been taken by someone else": not by_us})
+        if by_us:
+            self.moved += 1
+        else:
+            self.rest["had been taken by someone else"] += 1
         return by_us
 
     def stays(self, letter: Letter, why: str) -> None:
@@ -1009,7 +1053,8 @@ class Desk:
             lost = [unsaved(self.dlq, line) for line in file]
         wanted = set(lost)
         there = Counter(letter.raw for letter in self.walk() if letter.raw in wanted)
-        self.rest += Counter({"were there already": there.total()})
+        if there:
+            self.rest["were there already"] = there.total()
         lost = list((Counter(lost) - there).elements())
         lost.sort(key=lambda raw: Letter(raw).died_ms or 0.0, reverse=True)
         self.listen()
@@ -1073,16 +1118,29 @@ class Desk:
             if self.asked.json:
                 say(json_line(now), flush=True)
             else:
-                clear = "\x1b[H\x1b[2J" if self.asked.watch and sys.stdout.isatty() else ""
-                say(clear + "\n".join(overview(now, before)), flush=True)
+                lines = list(overview(now, before))
+                if self.asked.watch and sys.stdout.isatty():
+                    lines = screenful(lines)
+                say("\n".join(lines), flush=True)
             if not self.asked.watch:
                 return 0
             before = now
             time.sleep(self.asked.watch)
 
     def do_prometheus(self) -> int:
-        """The same as metrics, in the text format of Prometheus."""
-        say("\n".join(exposition(survey(self.queue))))
+        """The same as metrics, in the text format of Prometheus; a file is written all at once."""
+        text = "\n".join(exposition(survey(self.queue)))
+        if path := self.asked.file:
+            part = f"{path}.{os.getpid()}"  # an exporter looks for *.prom
+            try:
+                with open(part, "w", encoding="utf-8") as file:
+                    file.write(f"{text}\n")
+                os.replace(part, path)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.remove(part)
+        else:
+            say(text)
         return 0
 
     def do_health(self) -> int:
@@ -1094,7 +1152,8 @@ class Desk:
             if elsewhere or min(loops.values()) > GONE * stale:
                 continue
             still = {loop: idle for loop, idle in loops.items() if idle > stale}
-            alive += "foreman" in loops and "foreman" not in still
+            if "foreman" in loops and "foreman" not in still:
+                alive += 1
             for loop, idle in still.items():
                 troubles.append(f"{worker}: its {loop} has not moved for {since(idle)}")
         work = sum(now["states"][name]["count"] for name in ("waiting", "running", "retrying"))
@@ -1109,21 +1168,21 @@ class Desk:
     def do_check(self) -> int:
         """One line for Nagios and its kin: how many, how old, and what the oldest died of."""
         asked, now = self.asked, self.queue.now_ms()
-        depth = self.queue.command("LLEN", self.dlq)
+        there = depth(self.queue)
         page = [Letter(raw, now) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)]
         age = oldest(page)
         depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
         ages = asked.warn_age or math.inf, asked.crit_age or math.inf
-        code = max(
-            level * (depth >= depths[level - 1] or (age or 0.0) >= ages[level - 1])
-            for level in (1, 2)
-        )
-        text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {depth} dead letters in {self.dlq}"
+        code = 0
+        for level in (1, 2):
+            if there >= depths[level - 1] or (age or 0.0) >= ages[level - 1]:
+                code = level
+        text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {there} dead letters in {self.dlq}"
         text += f", the oldest for {since(age)}: {page[-1].error}" if page else ""
         pause = paused(self.queue)
         text += f"; paused {pause}" if pause else ""
         bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
-        data = f"depth={depth};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
+        data = f"depth={there};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
         say(f"{printable(text).replace('|', '/')} | {data}")
         return code
 
@@ -1189,7 +1248,7 @@ def outline(text: str, pad: str) -> Iterator[str]:
     """The members of a JSON object, indented, each value as the producer wrote it."""
     for name, value, inner, _ in members(text)[1]:
         nested = isinstance(value, dict) and value and len(pad) < DEEPEST
-        yield f"{pad}{name}:" + ("" if nested else f" {inner.strip()}")
+        yield f"{pad}{name}:" + ("" if nested else f" {readable(inner.strip())}")
         if nested:
             yield from outline(inner, pad + "  ")
 
@@ -1279,7 +1338,7 @@ def oldest(page: list[Letter]) -> float | None:
 
 
 def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:
-    """The survey as lines for people; with rates, if there is one from before."""
+    """The survey as lines for people, the counts first; with rates, if there is one before it."""
     workers = list(now["workers"].items())[-SHOWN:]  # those that moved last
     then, passed = (before or now)["counters"], 0.0
     if before:
@@ -1287,25 +1346,33 @@ def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str
     tables: dict[str, list[tuple[object, ...]]] = {
         "STATE COUNT OLDEST": [
             (name, s["count"], since(s["oldest"])) for name, s in now["states"].items()],
-        "RETRY DUE KIND ATTEMPTS": [
-            (i, f"in {max(0.0, due['in']):.1f} s", due["kind"], due["attempts"])
-            for i, due in enumerate(now["due"][:5], 1)],
-        "RUNNING KIND WORKER FOR": [
-            (run["token"], run["kind"], run["owner"], since(run["for"])) for run in now["running"]],
         "COUNTER TOTAL RATE": [
             (name, n, f"{(n - then.get(name, 0)) / passed:.1f}/s" if passed else None)
             for name, n in now["counters"].items()],
-        "WORKER LOOP MOVED": [
-            (name, loop, f"{since(idle)} ago") for name, loops in workers
-            for loop, idle in loops.items()],
+        "WORKER HANDS MOVED": [
+            (name, len(loops.keys() - {"foreman"}), f"{since(max(loops.values()))} ago")
+            for name, loops in workers],
+        "RUNNING KIND WORKER FOR": [
+            (run["token"], run["kind"], run["owner"], since(run["for"])) for run in now["running"]],
+        "RETRY DUE KIND ATTEMPTS": [
+            (i, f"in {max(0.0, due['in']):.1f} s", due["kind"], due["attempts"])
+            for i, due in enumerate(now["due"][:5], 1)],
     }  # fmt: skip
-    yield paint(f"{printable(now['queue'])} at {now['at']}", BOLD)
+    yield paint(fitted(f"{printable(now['queue'])} at {now['at']}"), BOLD)
     if now["paused"]:
-        yield paint(f"paused {now['paused']}", RED)
+        yield paint(fitted(f"paused {now['paused']}"), RED)
     for head, rows in tables.items():
         if rows:
             yield ""
             yield from columns(head, ([plain(cell, 60) for cell in row] for row in rows))
+
+
+def screenful(lines: list[str]) -> list[str]:
+    """A cleared screen, and as many of the lines as it has room for; the first are the counts."""
+    room = shutil.get_terminal_size().lines - 1
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more lines: without --watch"]
+    return ["\x1b[H\x1b[2J" + lines[0], *lines[1:]]
 
 
 def exposition(now: dict[str, Any]) -> Iterator[str]:
@@ -1389,7 +1456,8 @@ CHOICES = (
     Option("yes", "", bool, "do not ask", beside="discard"),
     Option(
         "file", "FILE", words,
-        "where to write to (default discarded-TIME-PID.jsonl)", beside="discard"),
+        "where to write to (--discard: default discarded-TIME-PID.jsonl)",
+        beside="discard prometheus"),
     Option("json", "", bool, "one JSON object per line", beside=LOOK + " follow status"),
     Option("page", "N", count, "which page of the table (default 1)", beside="list"),
     Option(

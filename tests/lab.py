@@ -195,8 +195,12 @@ class Walk:
     def __init__(self, folder: Path, url: str, client: redis.Redis, streams: Path) -> None:
         self.folder, self.client, self.streams = folder, client, streams
         self.environment = {"REDIS_URL": url, "QR_DIR": str(folder), "QR_BASE": str(QUICK)}
-        if "QR_APP_DIR" in os.environ:
-            self.environment["QR_APP_DIR"] = os.environ["QR_APP_DIR"]
+        app = Path(os.environ.get("QR_APP_DIR", "/opt/app"))
+        self.handler = app / "taskproc.py"
+        if not self.handler.exists():  # that folder could not be written
+            self.handler = folder / "taskproc.py"
+        elif "QR_APP_DIR" in os.environ:
+            self.environment["QR_APP_DIR"] = str(app)
         self.started: list[Process] = []
         self.mark = uuid.uuid4().hex[:8]  # tells our messages from everybody else's
 
@@ -317,11 +321,6 @@ class Walk:
 
     # The second act
 
-    def handler(self) -> str:
-        """The digest of the handler that workers here load."""
-        folder = Path(os.environ.get("QR_APP_DIR", "/opt/app"))
-        return digest(folder / "taskproc.py") or digest(self.folder / "taskproc.py")
-
     def push_each(self, kinds: list[str]) -> None:
         for kind in kinds:
             text = (
@@ -355,6 +354,14 @@ class Walk:
             for text in self.texts(key):
                 if mark in text:
                     self.client.lrem(key, 1, text)
+        for member in self.client.zrange(f"{QUEUE}:retry", 0, -1):
+            if mark in member:
+                self.client.zrem(f"{QUEUE}:retry", member)
+                self.client.hdel(f"{QUEUE}:notes", member.partition(b":")[0])
+        for token, text in self.client.hgetall(f"{QUEUE}:running").items():
+            if mark in text:  # its lease ends, and is then forgotten
+                self.client.hdel(f"{QUEUE}:running", token)
+                self.client.hdel(f"{QUEUE}:notes", token)
 
 
 STEPS: tuple[tuple[str, str, Callable[[Walk], str]], ...] = (
@@ -396,11 +403,11 @@ def first_act(walk: Walk) -> bool:
 WIDTHS = (4, 40, 44, 4)
 
 
-def row(*cells: str) -> None:
+def row(*cells: str, widths: tuple[int, ...] = WIDTHS) -> None:
     """Prints a row of the table, its cells wrapped to their columns."""
-    wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, WIDTHS, strict=True)]
+    wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
     for line in itertools.zip_longest(*wrapped, fillvalue=""):
-        cut = (f"{cell:{width}}" for cell, width in zip(line, WIDTHS, strict=True))
+        cut = (f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
         print("  ".join(cut).rstrip(), flush=True)
 
 
@@ -425,7 +432,7 @@ BURST = ("worker.py", "--burst", "--concurrency", "2", "--time-limit", "0.3")
 
 def second_act(walk: Walk) -> bool:
     """Every way to end, pushed at once and worked off. True if each ended as it should."""
-    if walk.handler() != digest(PROJECT / "taskproc.py"):
+    if digest(walk.handler) != digest(PROJECT / "taskproc.py"):
         print("\nThe second act needs our taskproc.py, and workers here find another: left out.")
         return True
     print(f"\nEvery way to end, pushed at once and worked off by: python {' '.join(BURST)}\n")

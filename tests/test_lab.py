@@ -94,22 +94,31 @@ def process(msg):
 
 
 def test_the_handler_in_the_app_folder_goes_before_the_one_beside_the_worker(
-    redis_client: redis.Redis,
-    flat: Path,
-    app_dir: Path,
-    handler: Callable[[str], Path],
-    run: Callable[..., Process],
+    redis_client: redis.Redis, flat: Path, run: Callable[..., Process], tmp_path: Path
 ) -> None:
+    """Without QR_APP_DIR: /opt/app, for which this copy has another name."""
+    opt = tmp_path / "opt"
+    source = (flat / "worker.py").read_text()
+    assert source.count('"/opt/app"') == 1
+    (flat / "worker.py").write_text(source.replace('"/opt/app"', repr(str(opt))))
     (flat / "taskproc.py").write_text("def process(msg):\n    print('beside')\n")
-    redis_client.lpush(QUEUE, OK)
-    beside = run(flat / "worker.py", "--burst")
-    assert (beside.wait(), beside.out) == (0, "beside\n")
-    handler("import helper\n\ndef process(msg):\n    print(helper.WHERE)\n")
-    (app_dir / "helper.py").write_text("WHERE = 'app'\n")  # a handler of two files
-    redis_client.lpush(QUEUE, OK)
-    app = run(flat / "worker.py", "--burst")
-    assert (app.wait(), app.out) == (0, "app\n")
-    assert str(app_dir / "taskproc.py") in app.err
+
+    def printed() -> str:
+        redis_client.lpush(QUEUE, OK)
+        worker = run(flat / "worker.py", "--burst", QR_APP_DIR=None)
+        assert worker.wait() == 0, worker
+        assert f"worker: handler {opt if (opt / 'taskproc.py').exists() else flat}/" in worker.err
+        return worker.out
+
+    assert printed() == "beside\n"
+    opt.mkdir()
+    assert printed() == "beside\n"
+    (opt / "taskproc.py").write_text(
+        "import helper\n\ndef process(msg):\n    print(helper.WHERE)\n"
+    )
+    (opt / "helper.py").write_text("WHERE = 'app'\n")  # a handler of two files
+    (flat / "helper.py").write_text("WHERE = 'beside'\n")
+    assert printed() == "app\n"
 
 
 # ---- Steps 2, 6 and 7: failures, requeue.out, the dead letter ----------------------------------
@@ -154,9 +163,17 @@ def test_five_failures_make_a_dead_letter_whatever_was_raised(
         kind = json.loads(text)["kind"]
         lines = [line.split() for line in worker.out.splitlines() if f" kind={kind} " in line]
         assert [words[0] for words in lines] == [f"attempts={n}" for n in range(first, 5)]
+        for words in lines:
+            facts = dict(word.split("=", 1) for word in words[:5])
+            assert list(facts) == ["attempts", "kind", "wait", "of", "token"]
+            assert facts["of"] == f"{QUICK * 2 ** (int(facts['attempts']) - 1):g}"
+            assert 0 <= float(facts["wait"]) <= float(facts["of"])
+            assert re.fullmatch(r"\d+\.\d{3}", facts["wait"])
     name = re.sub(r"^raise\W*|\W.*$", "", statement) or "RuntimeError"
     for envelope in dead(redis_client):
         assert list(envelope)[:4] == ["payload", "error", "attempts", "first_seen_at"]
+        assert "/taskproc.py" in envelope["traceback"]
+        assert statement in envelope["traceback"] and name in envelope["traceback"]
         assert envelope["payload"].keys() == {"kind"}
         assert envelope["attempts"] == 5
         assert type(envelope["attempts"]) is int
@@ -221,8 +238,13 @@ def test_requeue_out_is_never_truncated_and_never_grows_without_end(
 
 @pytest.mark.parametrize("redirection", ["> '{}'", ">> '{}'"])
 def test_a_line_is_written_once_if_stdout_is_requeue_out(
-    redis_client: redis.Redis, server: Server, qr_dir: Path, app_dir: Path, redirection: str
+    redis_client: redis.Redis,
+    server: Server,
+    qr_dir: Path,
+    handler: Callable[[str], Path],
+    redirection: str,
 ) -> None:
+    app_dir = handler((PROJECT / "taskproc.py").read_text()).parent
     path = qr_dir / "requeue.out"
     path.write_text("before\n")
     redis_client.lpush(QUEUE, BAD)
@@ -387,7 +409,12 @@ def test_a_replayed_message_has_its_five_runs_again(
 
 # ---- The four rooms ----------------------------------------------------------------------------
 
-OURS = {"worker": {"backoff"}, "replay": {"worker"}, "backoff": set(), "taskproc": {"backoff"}}
+OURS = {
+    "worker": {"backoff"},
+    "replay": {"backoff", "worker"},
+    "backoff": set(),
+    "taskproc": {"backoff"},
+}
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -305,8 +305,11 @@ def written(raw: bytes) -> tuple[int, dict[str, Any]]:
     What an object without its beginning parses to, up to the very end, lies at its top level.
     """
     at = raw.rfind(b'"attempts": ')
-    start = at - 2 if raw[at - 2 : at] == b", " else at
-    if at <= 0 or raw[start - 1 : start] == b",":
+    if raw[at - 2 : at] == b", ":
+        start = at - 2
+    elif at > 0 and raw[at - 1 : at] == b"{":
+        start = at
+    else:
         return 0, {}
     try:
         return start, json.loads(b"{" + raw[at:])

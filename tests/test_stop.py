@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from conftest import Conservation, ledger
 from processes import PROJECT, Process, descendants, until
+from server import Server
 
-from worker import Note, release_wait
+from worker import FINISH, NOW, ONE_REQUEST, Foreman, Note, read_settings, release_wait
 
 # Messages say how long to run; each beginning and end leaves a line of `id word pid`.
 HANDLER = """
@@ -145,7 +146,8 @@ def ready(process: Process, hands: int = 1) -> None:
 def send_all(process: Process, number: signal.Signals) -> None:
     """To the foreman, and then to its hands, which are not in its group."""
     for pid in descendants(process.pid):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # ended by the signal before
+            os.kill(pid, number)
 
 
 def gone(pid: int) -> bool:
@@ -381,6 +383,27 @@ def test_a_worker_under_nohup_goes_on_when_the_terminal_is_gone(
     until(lambda: stage.law.done() == 1, saw=lambda: process)
     assert process.running()
     assert process.stop() == 0
+
+
+def test_signals_within_half_a_second_are_one_request_however_they_arrive(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that comes later means now; a signal that asks for nothing never does."""
+    foreman = Foreman(read_settings(["--redis", server.url]))
+    foreman.wake, foreman.waker = os.pipe()
+    orders = []
+    monkeypatch.setattr(foreman, "order", lambda order, number: orders.append(order))
+    for number in (signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.write(foreman.waker, bytes([number]))
+        foreman.sleep()
+    assert orders == [FINISH]
+    foreman.stopped_at -= ONE_REQUEST
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        os.write(foreman.waker, bytes([number]))
+        foreman.sleep()
+    assert orders == [FINISH, NOW]
+    for fd in (foreman.wake, foreman.waker):
+        os.close(fd)
 
 
 def test_a_hundred_signals_in_two_seconds_lose_nothing(stage: Stage) -> None:

@@ -286,10 +286,7 @@ class Message:
             facts["first_seen_at"] = first_seen_at
         if kept:
             facts["_retry"] = kept
-        last = self.head
-        while self.raw[last - 1] in b" \t\r\n":
-            last -= 1
-        comma = "" if self.raw[last - 1 : last] == b"{" else ", "
+        comma = "" if is_first(self.raw, self.head) else ", "
         return self.spliced(b"", f"{comma}{json.dumps(facts)[1:-1]}".encode(), b"")
 
     def spliced(self, before: bytes, middle: bytes, after: bytes) -> Splice:
@@ -297,6 +294,13 @@ class Message:
         if self.strewn:
             return Splice(before + self.raw[: self.head] + middle + self.raw[self.tail :] + after)
         return Splice(before, self.head, middle, self.tail, after)
+
+
+def is_first(raw: bytes, at: int) -> bool:
+    """Tells whether a member that begins here is the first of its object."""
+    while raw[at - 1] in b" \t\r\n":
+        at -= 1
+    return raw[at - 1] in b"{"
 
 
 def written(raw: bytes) -> tuple[int, dict[str, Any]]:
@@ -307,7 +311,7 @@ def written(raw: bytes) -> tuple[int, dict[str, Any]]:
     at = raw.rfind(b'"attempts": ')
     if raw[at - 2 : at] == b", ":
         start = at - 2
-    elif at > 0 and raw[at - 1 : at] == b"{":
+    elif at > 0 and is_first(raw, at):
         start = at
     else:
         return 0, {}

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import pytest
 import redis
-from processes import PROJECT, Process, until
+from processes import PROJECT, Process, descendants, until
 from proxy import Proxy
 from server import Server, find_server, free_port, version
 
@@ -231,6 +231,42 @@ def test_messages_that_run_are_not_taken_over_because_redis_stood_still(
     stage.drained(workers[0])
     assert [each.stop() for each in workers] == [0, 0]
     assert (stage.runs(), stage.stats()) == ({0: 1, 1: 1}, {"done": 2})
+
+
+def test_after_an_outage_everybody_may_renew_before_anything_falls(
+    scene: Callable[..., Scene],
+) -> None:
+    """The foreman that is back first takes over from none that is not: here one that stands still.
+
+    Its hand stands still as well, so that what is said of Redis is said by the foreman.
+    """
+    stage = scene()
+    stage.push("gate")
+    late = stage.worker()
+    until(stage.runs, saw=lambda: late)
+    standing = descendants(late.pid)
+    for pid in standing:
+        os.kill(pid, signal.SIGSTOP)
+    key, lease = lease_of(stage)
+    stage.client.zadd(key, {"1 nobody": 1})
+    # Who may not ask for INFO does not know that the server is young, and need not wait for others.
+    limited_user(stage.server, "~*", "+@all", "-info")
+    with Proxy(stage.server.socket) as proxy:
+        first = stage.worker("--lease", 9, REDIS_URL=proxy.url.replace("//", "//some:secret@"))
+        until(lambda: stage.client.zscore(key, "1 nobody") is None, saw=lambda: first)
+        standing += until(first.children)
+        os.kill(standing[-1], signal.SIGSTOP)
+        proxy.lose_every(1)
+        says(first, DOWN)
+        stage.client.zadd(key, {lease: 1})  # it has ended
+        proxy.lose_every(0)
+        says(first, UP)
+        for pid in standing:
+            os.kill(pid, signal.SIGCONT)
+        stage.open_gate()
+        stage.drained(late)
+        assert first.stop() == 0 and late.stop() == 0
+    assert (stage.runs(), stage.stats()) == ({0: 1}, {"done": 1})
 
 
 def test_connections_that_are_cut_all_the_time_cost_no_attempt_and_no_second_run(

@@ -549,7 +549,8 @@ def test_a_certificate_that_does_not_verify_needs_a_person(
     stage.plays(ENDINGS)
     stage.push({"kind": "good"})
     with Tls(stage.server.socket, tmp_path, name) as tls:
-        url = tls.url + (f"?ssl_ca_certs={tls.certificate}" if trust else "")
+        trusted = f"?ssl_ca_certs={tls.certificate}&ssl_check_hostname=true"
+        url = tls.url + (trusted if trust else "")
         for process in (
             stage.start(REDIS_URL=url),
             stage.start(script="replay.py", REDIS_URL=url),

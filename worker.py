@@ -78,7 +78,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -444,8 +444,25 @@ class Script:
 
     def __init__(self, name: str, keys: str, source: str) -> None:
         self.name, self.roles = name, keys.split()
-        self.source = f"local {', '.join(self.roles)} = unpack(KEYS){source}".encode()
-        self.sha = hashlib.sha1(self.source).hexdigest().encode()
+        self.seal(f"local {', '.join(self.roles)} = unpack(KEYS){source}".encode())
+
+    def seal(self, source: bytes) -> None:
+        self.source, self.sha = source, hashlib.sha1(source).hexdigest().encode()
+
+
+@lru_cache
+def both(first: Script, second: Script) -> Script:
+    """One script that does two: one call where there were two. ARGV: how many are the first's, …"""
+    script = Script(f"{first.name}+{second.name}", " ".join([*first.roles, *second.roles]), "")
+    script.seal(b"""
+local function one(KEYS, ARGV) %b end
+local function two(KEYS, ARGV) %b end
+local count, args, rest = tonumber(ARGV[1]), {}, {}
+for i = 2, count + 1 do args[i - 1] = ARGV[i] end
+for i = count + 2, #ARGV do rest[i - count - 1] = ARGV[i] end
+return {one({unpack(KEYS, 1, %d)}, args), two({unpack(KEYS, %d)}, rest)}
+""" % (first.source, second.source, len(first.roles), len(first.roles) + 1))
+    return script
 
 
 # What scripts have in common. CLOCK: the server's clock, in ms.
@@ -489,27 +506,27 @@ local last = tonumber(redis.call('GET', fence)) or 0
 last = last < 9e15 and math.floor(math.max(last, 0)) or 0
 local number = math.max(last + 1, time[1] * 1000000 + time[2])
 local token = string.format('%.0f', number + (number - last + 1) % 2)
-local from = redis.call('LLEN', next) > 0 and next or redis.call('LLEN', waiting) > 0 and waiting
-local turn, note, old, text = token % 2 == 0 or not from, false
-local due = turn and redis.call('ZRANGEBYSCORE', retry, '-inf', now, 'LIMIT', 0, 1)[1]
+local first_due = {'ZRANGEBYSCORE', retry, '-inf', now, 'LIMIT', 0, 1}
+local due, from, note = token % 2 == 0 and redis.call(unpack(first_due))[1], waiting, ''
+local text = not due and redis.call('LINDEX', next, -1)
+if text then from = next elseif not due then text = redis.call('LINDEX', waiting, -1) end
+due = due or not text and redis.call(unpack(first_due))[1]
 if due then
-  old, text = string.match(due, '^(%d+):(.*)$')
-  note, text, from = redis.call('HGET', notes, old or ''), text or due, waiting
-  if note then redis.call('HSET', notes, token, note) end
+  local old, rest = string.match(due, '^(%d+):(.*)$')
+  note, text = redis.call('HGET', notes, old or '') or '', rest or due
+  if note ~= '' then redis.call('HSET', notes, token, note) end
   redis.call('RPUSH', waiting, text)
   redis.call('ZREM', retry, due)
-  if note then redis.call('HDEL', notes, old or '') end
-elseif not from then
+  if note ~= '' then redis.call('HDEL', notes, old or '') end
+elseif not text then
   local first = redis.call('ZRANGE', retry, 0, 0, 'WITHSCORES')[2]
   local wait = first and math.min(first - now, 1e15) or -1
   return {'idle', wait, redis.call('HLEN', running) + redis.call('ZCARD', retry)}
 end
-text = text or redis.call('LINDEX', from, -1)
 redis.call('SET', fence, token)
 redis.call('ZADD', leases, now + ARGV[2], token .. ' ' .. ARGV[1])
 redis.call('HSET', running, token, text)
 redis.call('LTRIM', from, 0, -2)
-note = note or ''
 return {'run', now, token, note == '' and text or '', note}
 """)  # fmt: skip
 
@@ -880,6 +897,11 @@ class Queue:
     def beat(self, progress: dict[str, float]) -> Step:
         """`progress`: loop name → seconds since it last made progress. Replies with a Pulse."""
         return Step(BEAT, tuple(x for name, age in progress.items() for x in (ms(age), name)))
+
+    def both(self, first: Step, second: Step) -> Step:
+        """Two steps in one: if the first fails, the second is not done. Replies with a list."""
+        count = len(first.args)
+        return Step(both(first.script, second.script), (count, *first.args, *second.args))
 
     # How ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -1456,23 +1478,25 @@ class Hand:
         """
         if os.getppid() != self.foreman:  # orphaned, and the kernel did not see to it
             os._exit(1)
-        steps = [last.step] if last else []
+        queue, answer, reply = self.queue, None, None
+        claim = queue.claim(self.name, self.settings.lease)
         if not self.leaving:
-            steps.append(self.queue.claim(self.name, self.settings.lease))
             self.slot.words[ASKING] = time.monotonic_ns()
         try:
-            replies = self.queue.do(*steps)
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
+            if last and not self.leaving:
+                [[answer, reply]] = queue.do(queue.both(last.step, claim))
+            elif last:
+                [answer] = queue.do(last.step)
+            elif not self.leaving:
+                [reply] = queue.do(claim)
         except Fault as error:
             if last is None:
                 return self.insist(self.find_or_claim, error)
             self.settle(last, error)
             return self.insist(self.find_or_claim)
         if last:
-            self.settled(last, replies.pop(0))
-        return self.took(Claim.of(replies[0], self.name)) if replies else Claim()
+            self.settled(last, answer)
+        return self.took(Claim.of(reply, self.name)) if reply else Claim()
 
     def took(self, claim: Claim) -> Claim:
         """Tells the foreman what was claimed: before anybody reads it."""
@@ -1482,7 +1506,7 @@ class Hand:
         words[ASKING], words[PROGRESS] = 0, time.monotonic_ns()
         return claim
 
-    def settled(self, last: Settlement, answer: bytes) -> None:
+    def settled(self, last: Settlement, answer: bytes | None) -> None:
         """Says what became of a run."""
         self.slot.words[TOKEN] = 0
         if answer == b"ok":

@@ -5,16 +5,18 @@
   5 left in q:tasks:dlq
 
   $ python replay.py --group
-  COUNT  REASON       FIRST  LAST  EXAMPLE     ERROR
-  2      permanent    2 s    0 s   79295856b0  HTTPStatus: HTTP 404 (taskproc.py:61 in process)
-  2      exhausted    2 s    2 s   8badd771ba  ValueError: bad message (taskproc.py:53 in process)
+  COUNT  REASON     KIND     FIRST  LAST  EXAMPLE     ERROR
+  2      permanent  missing  2 s    2 s   fa0de01bbb  HTTPStatus: HTTP 404 (taskproc.py:61 in pro…
+  2      exhausted  bad      2 s    1 s   8badd771ba  ValueError: bad message (taskproc.py:53 in …
+  replay: 4 letters in 2 groups; --like EXAMPLE means a group
 
   $ python replay.py --list --kind bad
   ID          AGE  KIND  ATTEMPTS  REASON     ERROR
   8badd771ba  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
   b611f4f134  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
+  replay: letters in all: 4
 
-  $ python replay.py --kind bad --set user.id=42
+  $ python replay.py --like 8bad --set user.id=42
   - b611f4f134  user.id: 41
   + b611f4f134  user.id: 42
   - 8badd771ba  user.id: 41
@@ -435,12 +437,13 @@ class Cursor:
                 known = 1
             elif self.at and block and hash(block[0]) in self.seen:
                 known = self.known(block)
-                self.at, self.last = low + known, block[known - 1]
+                self.at = low + known
             elif self.at:
                 self.at = max(self.at - self.size, 0)
                 continue
             else:
-                self.lost, self.seen = set(self.seen) if block else set(), []
+                self.lost |= set(self.seen)
+                self.seen = []
             self.size = page_size(self.size, block)
             fresh = self.not_lost(block[known:])
             if fresh:
@@ -531,10 +534,10 @@ def age(text: str) -> float:
 
 
 STEP = r"""(?:"(?:[^"\\]|\\.)+"|[^".=][^.=]*)"""  # of a path: a name, or a quoted one
-Path = tuple[str, ...]
+Steps = tuple[str, ...]
 
 
-def at_path(text: str) -> tuple[Path, str]:
+def at_path(text: str) -> tuple[Steps, str]:
     """Splits `items.0.sku=x`, `"a.b".c=x`: (the names, or numbers of elements, on the way; "x")."""
     found = re.match(rf"({STEP}(?:\.{STEP})*)=", text)
     if not found:
@@ -551,7 +554,7 @@ def decoded(text: str) -> str:
         raise ValueError(f"{text} is no quoted name") from None
 
 
-def named(path: Path) -> str:
+def named(path: Steps) -> str:
     """The path as it is typed."""
     return ".".join(x if re.fullmatch(STEP, x) else json.dumps(x) for x in path)
 
@@ -610,7 +613,7 @@ class Problem(Exception):
     """What was asked cannot be done as it was asked; exit code 2."""
 
 
-def change(text: str) -> tuple[Path, str]:
+def change(text: str) -> tuple[Steps, str]:
     """As `at_path`, but the value is JSON text: what was typed, if it is that, else a string."""
     path, value = at_path(text)
     if path[0] in RESERVED:
@@ -650,7 +653,7 @@ def payload(path: str) -> str:
     return raw.decode()
 
 
-def put(text: str, path: Path, value: str) -> tuple[str, str | None]:
+def put(text: str, path: Steps, value: str) -> tuple[str, str | None]:
     """Replaces one value in the text of a JSON object or array, and leaves every other byte alone.
 
     Returns the new text, and the old text of the value: None if the member is new. Of equal names
@@ -1238,9 +1241,9 @@ def past(history: list[Any], before_ms: float | None) -> Iterator[str]:
         at_ms, wait, most = date_ms(entry.get("at")), entry.get("wait"), entry.get("of")
         after = f"+{(at_ms - before_ms) / 1000:.3f} s" if at_ms and before_ms else ""
         then = "then dead" if wait is None else f"waits {plain(wait, 12)} s"
-        then += "" if most is None else f" of {plain(most, 12)} s"
+        then += "" if most is None else f" of {plain(most, 12).removesuffix('.0')} s"
         when = plain(entry.get("at"), 29)
-        yield f"    {when:29} {after:>12}  {then:20}  {plain(entry.get('error'))}"
+        yield f"    {when:29} {after:>12}  {then:22}  {plain(entry.get('error'))}"
         before_ms = at_ms
 
 
@@ -1486,13 +1489,16 @@ examples:
   python replay.py --group                      what do they die of?
   python replay.py --list --reason permanent    which ones are these?
   python replay.py --show 3f2a                  everything about one
+  python replay.py --like 3f2a                  put back all that died of the same
   python replay.py --error timeout --rate 10    put these back, ten a second
   python replay.py 3f2a --set user.id=42        correct one and put it back
+  python replay.py 3f2a --payload new.json      give it another payload and put it back
+  python replay.py --follow --json | while read -r letter; do …; done
   python replay.py --discard --older 30d        throw away; --restore FILE takes it back
   python replay.py --status --watch             the whole queue, again and again
 
-All conditions must hold. An AGE is a number and s, m, h, d or w. REDIS_URL and QR_QUEUE do what
---redis and --queue do.
+All conditions must hold; of the same one given twice, either. An AGE is a number and s, m, h, d
+or w. REDIS_URL and QR_QUEUE do what --redis and --queue do.
 
 exit codes: 0 done; 1 partly done, not found, or not healthy; 2 a wrong option, or Redis needs a
 person. --check: 0 fine, 1 warning, 2 critical, 3 unknown."""

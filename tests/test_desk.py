@@ -297,7 +297,7 @@ def test_the_traceback_and_what_was_no_failure_are_shown(
     at = lines.index("  traceback of the last run")
     assert lines[at + 1] == '      File "t.py", line 3, in f'
     assert lines[at + 3].startswith("    KeyError: ")
-    assert re.search(r"waits 0.041 s of 4.0 s +A: b\n", shown) and "then dead" in shown
+    assert re.search(r"waits 0.041 s of 4 s +A: b\n", shown) and "then dead" in shown
     assert "    broken off by stops of workers, uncharged: 2\n" in shown
     assert {c for c in shown if not c.isprintable()} == {"\n"}
     assert desk(server, "--show", "--json").out.count("traceback") == 1

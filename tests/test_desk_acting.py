@@ -310,6 +310,54 @@ def test_follow_misses_none_and_repeats_none(
     assert len(set(numbers)) == len(numbers) and not any(-1000 < number < 0 for number in numbers)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_cursor_misses_none_and_repeats_none_whatever_happens_between_two_commands(
+    queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """New letters come; what it has seen, and what is older, is taken; old ones are restored."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(replay, "PAGE", rng.choice((3, 10, 500)))
+    seen, n, restored = list[int](), 0, 0
+    old = [b"{-%d}" % k for k in range(1, rng.choice((2, 4, 50)))]
+    redis_client.lpush(DLQ, *old)
+    cursor = replay.Cursor(queue)
+    cursor.at, cursor.size = len(old), rng.choice((2, 5, 20))
+    cursor.seen, cursor.last = [hash(raw) for raw in old[-30:]], old[-1]
+    read, calm = replay.read, False
+
+    def meanwhile(queue: Queue, low: int, high: int) -> list[bytes]:
+        nonlocal n, restored
+        if not calm and rng.random() < 0.5:
+            crowd = rng.choice((1, 1, 2, 5, 40))
+            redis_client.lpush(DLQ, *(b"{%d}" % k for k in range(n, n + crowd)))
+            n += crowd
+            known = [*(b"{%d}" % k for k in seen), *old]
+            taken = known if rng.random() < 0.1 else rng.sample(known, min(len(known), crowd))
+            for raw in taken:
+                redis_client.lrem(DLQ, 1, raw)
+            if rng.random() < 0.1:
+                restored += 20
+                redis_client.rpush(DLQ, *(b"{r%d}" % k for k in range(restored - 20, restored)))
+        return read(queue, low, high)
+
+    def page() -> int:
+        letters = cursor.page()
+        for raw in letters:
+            assert raw not in old or cursor.lost, "an old one that it knows"
+            if raw[1:-1].isdigit():
+                seen.append(int(raw[1:-1]))
+            cursor.saw(raw)
+        return len(letters)
+
+    monkeypatch.setattr(replay, "read", meanwhile)
+    for _ in range(60):
+        page()
+    calm = True
+    while page():
+        pass
+    assert seen == list(range(n))
+
+
 def test_equal_letters_are_each_printed(
     redis_client: redis.Redis, follow: Callable[..., Process]
 ) -> None:
@@ -356,7 +404,7 @@ def test_when_all_that_it_knew_is_gone_the_date_decides(
         pipe.lpush(DLQ, envelope({"n": 1}, token=10**6, failed_at=future))
         pipe.execute()
     until(lambda: len(printed(process)) >= 1, saw=lambda: process)
-    redis_client.lpush(DLQ, envelope({"n": 2}, token=10**6 + 1))
+    redis_client.lpush(DLQ, envelope({"n": 2}, token=10**6 + 1, failed_at=future))
     until(lambda: len(printed(process)) >= 2, saw=lambda: process)
     assert [letter["payload"]["n"] for letter in printed(process)] == [1, 2]
 

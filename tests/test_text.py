@@ -8,29 +8,22 @@ what replay puts back. (Any other text: test_laws.py.)
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import redis
+from endings import envelope_of, retried, run_of, settled, stored
 from processes import Process, until
 
-from backoff import Policy
 from worker import (
-    BURY,
     BURY_UNREAD,
     LARGE,
     RETRY,
-    Failure,
     Message,
     Queue,
-    Run,
-    Settlement,
-    Splice,
     Undecodable,
-    conclude,
     is_strict,
     load,
     members,
@@ -169,46 +162,6 @@ def strict(text: bytes) -> Any:
         raise AssertionError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
-
-
-NOWHERE = Queue("redis://127.0.0.1:1/0")  # builds steps; nothing is sent
-
-
-def settled(run: Run, max_attempts: int = 1) -> Settlement:
-    """How a run ends whose message is undecodable, or whose handler fails."""
-    failure = Failure("E: e", at_ms=run.now_ms())
-    try:
-        message = Message.parse(run.raw)
-    except Undecodable:
-        message, failure = None, failure._replace(reason="undecodable", fatal=True)
-    return conclude(NOWHERE, Policy(max_attempts), run, message, [failure])
-
-
-def written_by(settlement: Settlement) -> bytes:
-    """What Redis stores for it: the text of the retry, or the envelope."""
-    run, step = settlement.run, settlement.step
-    if step.script is BURY_UNREAD:
-        before, after = step.args[2:]
-        assert isinstance(before, bytes) and isinstance(after, bytes)
-        return before + quoted(run.raw) + after
-    assert step.script in (RETRY, BURY)
-    before, head, middle, tail, after = step.args[-5:]
-    return Splice(before, head, middle, tail - 1, after).of(run.raw)  # type: ignore
-
-
-def run_of(raw: bytes) -> Run:
-    now = 1_796_000_000_000
-    return Run(1, "worker", raw, start_ms=now, since=time.monotonic())
-
-
-def envelope(raw: bytes) -> bytes:
-    """The envelope that the worker writes when this message has failed for the last time."""
-    return written_by(settled(run_of(raw)))
-
-
-def retried(raw: bytes) -> bytes:
-    """The text that the worker writes when this message has failed."""
-    return written_by(settled(run_of(raw), max_attempts=2**53))
 
 
 # ---- Splicing and cutting ----------------------------------------------------------------------
@@ -369,12 +322,12 @@ def test_strict_json_is_told_from_what_python_alone_reads(raw: bytes, is_so: boo
     assert is_strict(raw) == is_so
 
 
-def test_what_nests_as_deep_as_python_reads_is_not_put_into_an_envelope() -> None:
+def test_what_nests_as_deep_as_python_reads_is_not_put_into_an_envelope_of() -> None:
     """The envelope is one level deeper, and so is what other readers may have around it."""
     deepest = max(n for n in range(400, 1_000) if loads(b'{"a": ' + b"[" * n + b"]" * n + b"}"))
     raw = b'{"a": ' + b"[" * deepest + b"]" * deepest + b"}"
     assert not is_strict(raw)
-    facts = strict(envelope(raw))
+    facts = strict(envelope_of(raw))
     assert facts["payload"].encode() == raw
 
 
@@ -398,7 +351,7 @@ def test_any_bytes_are_a_string_from_which_the_same_bytes_come_back(raw: bytes) 
 
 @pytest.mark.parametrize("raw", OBJECTS.values(), ids=OBJECTS)
 def test_an_object_goes_into_the_envelope_as_it_is_and_comes_back(raw: bytes) -> None:
-    text = envelope(raw)
+    text = envelope_of(raw)
     facts = strict(text)
     assert isinstance(facts["payload"], dict) == is_strict(raw)
     if isinstance(facts["payload"], str):  # an exotic one, in its string form
@@ -411,7 +364,7 @@ def test_an_object_goes_into_the_envelope_as_it_is_and_comes_back(raw: bytes) ->
 
 @pytest.mark.parametrize("raw", UNDECODABLE.values(), ids=UNDECODABLE)
 def test_what_is_no_object_goes_in_as_a_string_and_comes_back(raw: bytes) -> None:
-    text = envelope(raw)
+    text = envelope_of(raw)
     facts = strict(text)
     assert facts["payload"].encode("utf-8", "surrogateescape") == raw
     assert revive(text) == raw
@@ -479,10 +432,10 @@ def test_redis_stores_what_we_think_it_does(queue: Queue, max_attempts: int) -> 
         assert queue.do(settlement.step) == [b"ok"]
         if settlement.step.script is RETRY:
             [member] = queue.command("ZRANGE", names.retry, 0, -1)
-            assert member == token + b":" + written_by(settlement)
+            assert member == token + b":" + stored(settlement)
             queue.command("DEL", names.retry)
             continue
-        dead, expected = queue.command("LINDEX", names.dlq, 0), written_by(settlement)
+        dead, expected = queue.command("LINDEX", names.dlq, 0), stored(settlement)
         if settlement.step.script is BURY_UNREAD:  # it spells a string as no other writer does
             assert len(raw) > LARGE
             dead, expected = strict(dead), strict(expected)

@@ -354,11 +354,13 @@ INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 @lru_cache(1000)
 def author(file: str) -> str:
     """Who wrote a file of code: "us" (and what loads a handler), "library" or "handler"."""
+    if file.startswith("<"):  # no file: and where there is no working directory, no path either
+        return "us" if "importlib" in file else "library"
     path = os.path.realpath(file)
     ours = os.path.dirname(path) == HERE and os.path.basename(path) in OURS
     if ours or "importlib" in file:
         return "us"
-    library = file.startswith("<") or path.startswith(LIBRARY) or INSTALLED.search(path)
+    library = path.startswith(LIBRARY) or INSTALLED.search(path)
     return "library" if library else "handler"
 
 
@@ -386,8 +388,9 @@ def place(error: BaseException) -> str:
 
 def said(error: BaseException, limit: int) -> str:
     """`Type: text`, whatever the exception does when asked for its text."""
-    name = type(error).__name__ or "Exception"
+    name = "Exception"
     try:
+        name = type(error).__name__ or name
         text = f": {error}"[: limit + 1].rstrip(": ")
     except BaseException as why:  # the handler's own class: anything may come out of it
         text = f": <cannot be told: {type(why).__name__}>"

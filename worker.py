@@ -316,9 +316,11 @@ def written(raw: bytes) -> tuple[int, dict[str, Any]]:
     else:
         return 0, {}
     try:
-        return start, json.loads(b"{" + raw[at:])
+        ours = json.loads(b"{" + raw[at:])
     except (ValueError, RecursionError):
         return 0, {}
+    exactly = json.dumps(ours)[1:].encode() == raw[at:].rstrip(b" \t\r\n")
+    return (start, ours) if exactly else (0, {})
 
 
 def taken_apart(text: str) -> tuple[str, dict[str, Any]]:
@@ -995,6 +997,10 @@ class Queue:
         text: bytes | None = self.command("HGET", self.names.running, token)
         return text
 
+    def size(self, token: int) -> int:
+        """The size of that text in bytes; 0 if it is not running any more."""
+        return int(self.command("HSTRLEN", self.names.running, token))
+
     def adopt(self, lease: float) -> int:
         """Gives a lease to what is running without one (deleted, evicted); returns how many.
 
@@ -1072,7 +1078,7 @@ class Failure(NamedTuple):
     not_before: float = 0.0  # seconds
     at_ms: float = 0.0
     owner: str = ""  # who ran it
-    cause: BaseException | None = None  # for the traceback
+    traceback: str = ""
 
 
 class Settlement(NamedTuple):
@@ -1115,7 +1121,9 @@ def conclude(
         waits = {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
     seen = (message.first_seen_at if message else None) or iso(first_ms(run))
     kept = remember(message.kept if message else {}, failures, run.released, waits)
-    facts = {"attempts": attempts, "kind": message.kind if message else None}
+    kind = message.kind if message else None
+    facts: dict[str, Any] = {"attempts": attempts}
+    facts["kind"] = None if kind is None else printable(str(kind), 40)
     dead_facts = facts | {"reason": last.reason, "token": run.token, "error": last.error}
     small = partial(unread, queue, run, last, attempts, seen, kept, dead_facts)
     if message and not dead:
@@ -1182,8 +1190,8 @@ def envelope(
         "worker": last.owner or run.owner,
         "token": run.token,
     }
-    if last.cause is not None:
-        facts["traceback"] = trace(last.cause)
+    if last.traceback:
+        facts["traceback"] = last.traceback
     facts |= {name: kept[name] for name in KEPT if name in kept}
     try:
         text = json.dumps(facts, allow_nan=False)
@@ -1325,7 +1333,7 @@ class Repair(Exception):
 
 
 class TooLarge(Exception):
-    """Redis answers others, but does not take what we send about this message."""
+    """Redis answers others, but refuses what this message is, or what we send about it."""
 
 
 class Running:
@@ -1455,8 +1463,7 @@ class Hand:
         if not os.isatty(0):  # on a terminal, breakpoint() needs the terminal's group
             os.setpgid(0, 0)
         self.mend_signals()
-        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.register_at_fork(
             before=self.hold_signals,
             after_in_parent=self.free_signals,
@@ -1585,7 +1592,7 @@ class Hand:
                 if size > LARGE and whose(error) != "passes" and self.answers():
                     refusals += 1
                     if refusals > 1 or not passing(error):  # one cut may be anybody's
-                        raise TooLarge(f"Redis does not take {size} bytes: {fault_text(error)}")
+                        raise TooLarge(f"Redis refuses {size} bytes: {fault_text(error)}")
                 elif not passing(error):
                     raise Repair(explain(self.queue, error))
                 self.queue.close()
@@ -1644,7 +1651,13 @@ class Hand:
         if len(failures) >= max(policy.max_attempts, 2):  # the first may have been of its run
             return conclude(queue, policy, run, None, failures)
         if not run.here:
-            text = self.insist(partial(queue.text, run.token), held=True)
+            size = self.insist(partial(queue.size, run.token), held=True)
+            try:
+                text = self.insist(partial(queue.text, run.token), held=True, size=size)
+            except TooLarge as error:
+                why = f"TooLarge: {error}"
+                failures = [Failure(why, "permanent", fatal=True, at_ms=run.now_ms())]
+                return conclude(queue, policy, run, None, failures)
             if text is None:  # taken over meanwhile
                 words[TOKEN] = 0
                 return None
@@ -1708,14 +1721,21 @@ class Hand:
             if self.interruption:
                 raise self.interruption
         except BaseException as error:
-            if isinstance(self.interruption, TimeLimitExceeded):
-                limited = self.interruption.with_traceback(error.__traceback__)
-                return Failure(describe(limited), "timed_out", cause=error)
-            verdict = self.policy.verdict(error)
-            if verdict.action == "give up":
-                return Failure(describe(error), "permanent", fatal=True, cause=error)
-            return Failure(describe(error), not_before=verdict.not_before, cause=error)
+            try:
+                return self.blame(error)
+            except BaseException as why:  # code of the exception's own class
+                return Failure(f"an exception that cannot be examined: {type(why).__name__}")
         return None
+
+    def blame(self, error: BaseException) -> Failure:
+        """What an exception says, in text: whose code that runs has the foreman's limit."""
+        if isinstance(self.interruption, TimeLimitExceeded):
+            limited = self.interruption.with_traceback(error.__traceback__)
+            return Failure(describe(limited), "timed_out", traceback=trace(error))
+        verdict = self.policy.verdict(error)
+        if verdict.action == "give up":
+            return Failure(describe(error), "permanent", fatal=True, traceback=trace(error))
+        return Failure(describe(error), not_before=verdict.not_before, traceback=trace(error))
 
     def finish(self, result: Awaitable[Any]) -> None:
         """Runs an awaitable on this hand's one event loop, to its end.
@@ -1724,7 +1744,7 @@ class Hand:
         """
         import asyncio
 
-        if self.loop is None:
+        if self.loop is None or self.loop.is_closed():
             self.loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self.loop)
 
@@ -1733,8 +1753,15 @@ class Hand:
 
         self.task = self.loop.create_task(outcome())
         try:
-            self.loop.run_until_complete(self.task)
+            while not self.task.done():
+                try:
+                    self.loop.run_until_complete(self.task)
+                except BaseException as error:
+                    if self.task.done() or self.interruption:
+                        raise
+                    log(f"a task of an earlier run has stopped the event loop: {describe(error)}")
         finally:
+            self.task.cancel()
             self.task = None
             for task in asyncio.all_tasks(self.loop):
                 name = getattr(task.get_coro(), "__qualname__", "?")
@@ -1833,6 +1860,8 @@ class Hand:
             if getsignal(number) != ours:
                 signal.signal(number, ours)
         pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        if getsignal(signal.SIGPIPE) != signal.SIG_IGN:  # else a cut connection kills us
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self.leaving = self.leaving or self.slot.words[ORDER] != 0
         self.bind()
 
@@ -1966,6 +1995,7 @@ class Foreman:
         for number in (*self.STOPS, *self.IGNORED, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*self.STOPS, *self.IGNORED, signal.SIGCHLD])
 
     def sleep(self) -> None:
         """Sleeps until the next look or beat is due; a signal ends it."""
@@ -2316,6 +2346,7 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
         if not passing(error):
             raise
     queue.command("HKEYS", probe)
+    queue.command("HSTRLEN", probe, "x")
     queue.command("ZSCAN", probe, 0)
     product = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version", info.get("redis_version", "of unknown version"))
@@ -2509,6 +2540,7 @@ class Settings(argparse.Namespace):
     burst: bool
     qr_dir: Path  # absolute, like app_dir: a handler may change the working directory
     app_dir: Path
+    cwd: Path
     name: str  # this worker: host:pid:16 random digits
 
     @property
@@ -2523,7 +2555,7 @@ class Settings(argparse.Namespace):
         """
         if self.process:
             module, _, function = self.process.partition(":")
-            return self.process, Path.cwd(), module, function
+            return self.process, self.cwd, module, function
         folder = self.app_dir
         if "QR_APP_DIR" not in os.environ and not (folder / "taskproc.py").exists():
             folder = Path(__file__).resolve().parent
@@ -2579,7 +2611,11 @@ def read_settings(argv: list[str] | None = None) -> Settings:
     for attribute, (variable, usual) in FOLDERS.items():
         if not (folder := os.environ.get(variable, usual)):
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
-        setattr(settings, attribute, Path(folder).absolute())
+        try:
+            setattr(settings, attribute, Path(folder).absolute())
+            settings.cwd = Path.cwd()
+        except FileNotFoundError:
+            parser.error("the working directory is gone: start in one that is there")
     settings.name = f"{host_name()}:{os.getpid()}:{secrets.token_hex(8)}"
     return settings
 

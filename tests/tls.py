@@ -22,8 +22,9 @@ class Tls:
     def __init__(self, target: Path, folder: Path, name: str) -> None:
         self.target = target
         self.certificate, key = folder / "certificate.pem", folder / "key.pem"
-        command = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-days", "2"]
-        command += ["-subj", "/CN=tests", "-addext", f"subjectAltName={name}"]
+        command = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"]
+        command += ["-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=tests"]
+        command += ["-addext", f"subjectAltName={name}"]
         command += ["-keyout", str(key), "-out", str(self.certificate)]
         subprocess.run(command, check=True, capture_output=True)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

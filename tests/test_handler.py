@@ -150,6 +150,11 @@ GOOD: dict[str, str] = {
     "forks_return": "pid = os.fork()\nif pid: os.waitpid(pid, 0)",
     "forks_raise": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse: raise ValueError('child')",
     "forks_exit": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse: sys.exit(5)",
+    "ends_a_child": """
+pid = os.fork()
+if pid == 0: time.sleep(60)
+os.kill(pid, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM""",
     "pool_of_processes": """
 with multiprocessing.get_context('fork').Pool(2) as pool:
     assert pool.map(abs, [-1, -2]) == [1, 2]""",

@@ -300,8 +300,9 @@ def test_a_handler_that_swallows_the_interruption_is_killed_before_its_message_i
     assert pids == sorted(pids, key=lambda pid: pid != str(first))
     assert second.stop() == 0
     assert (stage.counts(), stage.stats()) == ({"retry": 1}, {"released": 2})
-    [(_, _, notes)] = stage.released()
+    [(_, due, notes)] = stage.released()
     assert [note.owner.rpartition("/")[2] for note in notes] == [str(first), pids[-1]]
+    assert due == notes[1].at_ms + 1000  # its foreman knew that it had been released before
 
 
 def test_a_handler_that_ignores_the_signal_still_finishes_as_the_last(stage: Stage) -> None:

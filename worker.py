@@ -806,7 +806,7 @@ class Claim(NamedTuple):
         if reply[0] == b"idle":
             return cls(None, int(reply[1]), int(reply[2]))
         _, now, token, raw, notes = reply
-        since, known = time.monotonic(), Note.read(notes)
+        since, known = time.monotonic(), Note.read(notes) if notes else ()
         return cls(Run(int(token), owner, raw, notes == b"", known, int(now), since))
 
 
@@ -1314,6 +1314,7 @@ IDLE, HELD, HANDLER = "idle", "held", "handler"  # where a signal may raise in a
 RECONNECT_BASE, RECONNECT_CAP = 0.05, 2.0  # seconds, full jitter
 RELEASE_CAP = 300.0  # seconds that a message waits at most which a stop breaks off again and again
 TICK = 1.0  # how often a hand looks for its foreman itself, where the kernel may not tell it
+KILL = int(signal.SIGKILL)
 T = TypeVar("T")
 
 class TimeLimitExceeded(TimeoutError):
@@ -1722,20 +1723,22 @@ class Hand:
                 raise self.interruption
         except BaseException as error:
             try:
-                return self.blame(error)
+                return self.blame(error, running.message)
             except BaseException as why:  # code of the exception's own class
                 return Failure(f"an exception that cannot be examined: {type(why).__name__}")
         return None
 
-    def blame(self, error: BaseException) -> Failure:
+    def blame(self, error: BaseException, message: Message) -> Failure:
         """What an exception says, in text: whose code that runs has the foreman's limit."""
+        last = message.attempts + 1 >= self.policy.max_attempts
         if isinstance(self.interruption, TimeLimitExceeded):
             limited = self.interruption.with_traceback(error.__traceback__)
             return Failure(describe(limited), "timed_out", traceback=trace(error))
         verdict = self.policy.verdict(error)
         if verdict.action == "give up":
             return Failure(describe(error), "permanent", fatal=True, traceback=trace(error))
-        return Failure(describe(error), not_before=verdict.not_before, traceback=trace(error))
+        said = trace(error) if last else ""  # only a dead letter has it
+        return Failure(describe(error), not_before=verdict.not_before, traceback=said)
 
     def finish(self, result: Awaitable[Any]) -> None:
         """Runs an awaitable on this hand's one event loop, to its end.
@@ -1871,7 +1874,7 @@ class Hand:
         Again after each run: the kernel forgets it when a process changes its user or group.
         """
         if self.libc:
-            self.libc.prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+            self.libc.prctl(1, KILL)  # PR_SET_PDEATHSIG
         if os.getppid() != self.foreman:
             os._exit(1)
 

@@ -1242,7 +1242,7 @@ def copies(queue: Queue) -> int:
 
 
 def commands(script: Script) -> list[str]:
-    return sorted(set(re.findall(r"redis\.p?call\('(\w+)'", script.source.decode())))
+    return sorted(set(re.findall(r"(?:call\(|\{)'([A-Z]+)'", script.source.decode())))
 
 
 DENIALS = [(name, command) for name in MOVES for command in commands(MOVES[name].script)]

@@ -29,21 +29,21 @@ promised that it runs only once, nor in which order failed messages run again.
 Where each rule lives:
 
   nothing is lost                  every script of the QUEUE: check, then add, then remove
-  a late worker is refused         "stale" in DONE, RETRY, BURY, CHECKPOINT; RENEW's refusals
+  a late worker is refused         "stale" in DONE and HELD; RENEW's refusals
   whose turn it is                 CLAIM: the lowest bit of the token decides, retry or fresh
-  the producer's bytes are sacred  Message.parse, Splice; in Redis: string.sub in RETRY and BURY
+  the producer's bytes are sacred  Message.parse, Splice; in Redis: splice() in HELD
   the wait before a retry          conclude → Policy.wait → backoff.draw
   dead after five                  conclude: attempts >= policy.max_attempts
-  the dead letter is written       envelope, BURY; by a script that needs no reader: BURY_UNREAD
-  a run that nobody settled        FALL leaves a note; Hand.charge reads it before anything else
-  whose fault a fault is           WHOSE, whose, Hand.insist
+  the dead letter is written       envelope, BURY; where nobody can read it: BURY_UNREAD
+  a run that nobody settled        FALL leaves a note; Hand.attempt reads it before the message
+  whose fault a fault is           whose; Hand.insist and Foreman.failed act on it
   a lease is renewed               Foreman.renew; a run taken over is interrupted: Foreman.lost
   the time limit                   Hand.on_alarm (soft), Foreman.watch (hard)
   SIGTERM                          Foreman.stop, Foreman.hurry; Hand.on_stop
 
-The exercise's steps: 1, the while loop: Hand.main. 2, back with its count: conclude
+The exercise's steps: 1, the while loop: Hand.work. 2, back with its count: conclude
 (`attempts + 1`), RETRY, announce. 3, 4, 5: backoff.py. 6, after five failures: conclude
-(`max_attempts`), BURY. 7, the envelope: envelope. 8: replay.py, REPLAY.
+(`max_attempts`), BURY. 7, the envelope: envelope. 8: replay.py, revive, REPLAY.
 
 Signals: SIGTERM, SIGINT, SIGQUIT, SIGHUP: finish the running messages, then exit 0; a second one:
 now. SIGUSR1, SIGUSR2, SIGALRM: ignored. Exit codes: 0 stopped or drained, 1 a bug, 2 a setting or
@@ -1381,7 +1381,7 @@ class Running:
 
 
 class Hand:
-    """One hand. `main` is the exercise's while loop."""
+    """One hand. `work` is the exercise's while loop."""
 
     def __init__(self, settings: Settings, slot: Slot, foreman: int) -> None:
         self.settings, self.slot, self.foreman = settings, slot, foreman

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a naive queue loses and worker.py does not: the same blows to both, on a private Redis.
 
-    make naive        half a minute
+    make naive        half a minute; worker.py with --lease 1 --time-limit 1, to keep it short
 
 The naive one is `tests/naive.py`; both run the example handler. Each row names a line of it and a
 blow to that line. A worker that ended is started again, as a supervisor does; then we look where
@@ -16,14 +16,13 @@ import os
 import signal
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from lab import row
 from processes import PROJECT, Process, children, until
 from server import Server
 
@@ -191,14 +190,6 @@ BLOWS: tuple[tuple[str, str, Callable[[Side], Seen]], ...] = (
 WIDTHS = (10, 22, 20, 20)
 
 
-def row(*cells: str) -> None:
-    """Prints a row of the table, its cells wrapped to their columns."""
-    wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, WIDTHS, strict=True)]
-    for line in zip_longest(*wrapped, fillvalue=""):
-        cut = (f"{cell:{width}}" for cell, width in zip(line, WIDTHS, strict=True))
-        print("  ".join(cut).rstrip(), flush=True)
-
-
 def compare(blow: Callable[[Side], Seen]) -> list[Seen]:
     """What became of the message on each side, the naive one first."""
     seen = []
@@ -215,11 +206,11 @@ def compare(blow: Callable[[Side], Seen]) -> list[Seen]:
 
 
 def main() -> int:
-    row("line", "blow", *FLAGS)
+    row("line", "blow", *FLAGS, widths=WIDTHS)
     good = True
     for line, blow, strike in BLOWS:
         naive, ours = compare(strike)
-        row(line, blow, naive.words, ours.words)
+        row(line, blow, naive.words, ours.words, widths=WIDTHS)
         good = good and ours.good and not naive.good
     return 0 if good else 1
 

@@ -403,11 +403,25 @@ def first_act(walk: Walk) -> bool:
 WIDTHS = (4, 40, 44, 4)
 
 
+def fitted(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """These columns, and the gaps between them, on a terminal that may be too narrow for them.
+
+    The two in the middle give what is missing, and keep enough for a word.
+    """
+    first, left, right, last = widths
+    room = shutil.get_terminal_size((100, 24)).columns - first - last - 6
+    if room >= left + right:
+        return widths
+    narrower = max(12, room * left // (left + right))
+    return first, narrower, max(12, room - narrower), last
+
+
 def row(*cells: str, widths: tuple[int, ...] = WIDTHS) -> None:
     """Prints a row of the table, its cells wrapped to their columns."""
-    wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    fit = fitted(widths)
+    wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, fit, strict=True)]
     for line in itertools.zip_longest(*wrapped, fillvalue=""):
-        cut = (f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
+        cut = (f"{cell:{width}}" for cell, width in zip(line, fit, strict=True))
         print("  ".join(cut).rstrip(), flush=True)
 
 

@@ -147,7 +147,7 @@ def main() -> int:
         fullest = max(columns(run.due).values())
         print(
             f"{name + ':':16}failed within {max(run.failed):.1f} s, due within "
-            f"{min(run.due):.1f}…{max(run.due):.1f} s, {fullest} in the fullest {COLUMN:g} s"
+            f"{min(run.due):.1f} to {max(run.due):.1f} s, {fullest} in the fullest {COLUMN:g} s"
         )
     print(f"wrote {file.relative_to(PROJECT)}")
     return 0

@@ -72,7 +72,9 @@ import select
 import shlex
 import signal
 import socket
+import stat
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -194,29 +196,28 @@ def is_kept(value: object) -> bool:
 
 
 RESERVED = {"attempts": is_count, "first_seen_at": is_date, "_retry": is_kept}
-END = 2**53  # as the `tail` of a splice: past the end of every text
+END = 2**53  # as the `head` of a splice: all of every text
 LARGE = 100_000  # bytes; what is smaller is never refused for its size
 
 
 class Splice(NamedTuple):
-    """A new text made of an old one: before + old[:head] + middle + old[tail:] + after, in bytes.
+    """A new text made of an old one: before + its head + middle + its tail + after, in bytes.
 
-    Redis has the old text already; so a settlement sends this, and the script joins it.
+    Redis has the old text already; so a settlement sends this, and the script joins it. `head` and
+    `tail` are how many bytes stay at both ends. What is between them is ours, whatever it is by
+    then: so a splice may be repeated, and need not know of the last checkpoint.
     """
 
     before: bytes = b""
     head: int = 0
     middle: bytes = b""
-    tail: int = END
+    tail: int = 0
     after: bytes = b""
 
     def of(self, old: bytes) -> bytes:
         """The new text, joined here: what Redis makes of it, byte for byte."""
-        return b"".join([self.before, old[: self.head], self.middle, old[self.tail :], self.after])
-
-    def args(self) -> tuple[bytes | int, ...]:
-        """As ARGV: Lua counts from 1."""
-        return (self.before, self.head, self.middle, self.tail + 1, self.after)
+        tail = old[-self.tail :] if self.tail else b""
+        return b"".join([self.before, old[: self.head], self.middle, tail, self.after])
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ class Message:
         """The producer's text with something around and in it, by range where Redis has it."""
         if self.strewn:
             return Splice(before + self.raw[: self.head] + middle + self.raw[self.tail :] + after)
-        return Splice(before, self.head, middle, self.tail, after)
+        return Splice(before, self.head, middle, len(self.raw) - self.tail, after)
 
 
 def is_first(raw: bytes, at: int) -> bool:
@@ -401,6 +402,13 @@ def iso(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, timezone.utc).isoformat(timespec="milliseconds")
 
 
+def brief(value: object) -> str | None:
+    """A value for a line: short and printable, and nothing that nests."""
+    if value is None:
+        return None
+    return "{…}" if isinstance(value, (dict, list)) else printable(str(value), 40)
+
+
 def word(value: object) -> str:
     """A value as one word of a log line: bare if it is simple, else quoted."""
     if value is None:
@@ -473,13 +481,14 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)"""
 
 # HELD: the check, and the removal, of what the holder of a run does to it (ARGV: token, owner, …).
-# `splice(i)` is the new text: before, head (bytes), middle, tail (byte, from 1), after, at ARGV[i].
+# `splice(i)` is the new text: before, head (bytes), middle, tail (bytes), after, at ARGV[i].
 HELD = """
 local text = redis.call('HGET', running, ARGV[1])
 if not text then return 'stale' end
 redis.call('ZREM', leases, '')
 local function splice(i)
-  local head, tail = string.sub(text, 1, ARGV[i + 1]), string.sub(text, ARGV[i + 3])
+  local head = string.sub(text, 1, ARGV[i + 1])
+  local tail = ARGV[i + 3] ~= '0' and string.sub(text, -ARGV[i + 3]) or ''
   return ARGV[i] .. head .. ARGV[i + 2] .. tail .. ARGV[i + 4]
 end
 local function settle(counter)
@@ -861,6 +870,7 @@ class Queue:
         self.connection = connection
         self.socket: tuple[int, int] | None = None
         self.prefixes: dict[Script, bytes] = {}
+        self.lock = threading.RLock()  # a handler's threads may make checkpoints
 
     # What is sent ────────────────────────────────────────────────────────────────────────────
 
@@ -871,10 +881,10 @@ class Queue:
         return Step(DONE, (run.token, run.owner, *messages))
 
     def retry(self, run: Run, wait: float, text: Splice) -> Step:
-        return Step(RETRY, (run.token, run.owner, ms(wait), *text.args()))
+        return Step(RETRY, (run.token, run.owner, ms(wait), *text))
 
     def bury(self, run: Run, envelope: Splice) -> Step:
-        return Step(BURY, (run.token, run.owner, *envelope.args()))
+        return Step(BURY, (run.token, run.owner, *envelope))
 
     def bury_unread(self, run: Run, before: bytes, after: bytes) -> Step:
         return Step(BURY_UNREAD, (run.token, run.owner, before, after))
@@ -891,7 +901,7 @@ class Queue:
         return Step(RENEW, (ms(lease), *leases))
 
     def checkpoint(self, run: Run, lease: float, text: Splice) -> Step:
-        return Step(CHECKPOINT, (run.token, run.owner, ms(lease), *text.args()))
+        return Step(CHECKPOINT, (run.token, run.owner, ms(lease), *text))
 
     def replay(self, envelope: bytes, text: bytes, end: int = -1, place: int = 0) -> Step:
         return Step(REPLAY, (envelope, text, end, place))
@@ -927,18 +937,19 @@ class Queue:
     def exchange(self, packed: list[bytes]) -> list[Any]:
         """Sends packed commands and reads as many replies."""
         data, at = b"".join(packed), self.connection
-        try:
-            if at._sock is None:
-                self.connect()
-            if len(data) > LARGE:
-                at._sock.settimeout(self.timeout + len(data) / SLOWEST)
-            at.send_packed_command([data])
-            if len(data) > LARGE:
-                at._sock.settimeout(self.timeout)
-            return [self.reply() for _ in packed]
-        except BaseException:  # a signal's, too: a reply left unread would be taken for the next
-            self.close()
-            raise
+        with self.lock:
+            try:
+                if at._sock is None:
+                    self.connect()
+                if len(data) > LARGE:
+                    at._sock.settimeout(self.timeout + len(data) / SLOWEST)
+                at.send_packed_command([data])
+                if len(data) > LARGE:
+                    at._sock.settimeout(self.timeout)
+                return [self.reply() for _ in packed]
+            except BaseException:  # a signal's, too: a reply left unread would pass for the next
+                self.close()
+                raise
 
     def connect(self) -> None:
         self.connection.connect()
@@ -1121,9 +1132,8 @@ def conclude(
         waits = {"wait": wait, "of": ceiling(attempts - 1, policy.base, policy.cap)}
     seen = (message.first_seen_at if message else None) or iso(first_ms(run))
     kept = remember(message.kept if message else {}, failures, run.released, waits)
-    kind = message.kind if message else None
     facts: dict[str, Any] = {"attempts": attempts}
-    facts["kind"] = None if kind is None else printable(str(kind), 40)
+    facts["kind"] = brief(message.kind if message else None)
     dead_facts = facts | {"reason": last.reason, "token": run.token, "error": last.error}
     small = partial(unread, queue, run, last, attempts, seen, kept, dead_facts)
     if message and not dead:
@@ -1207,15 +1217,30 @@ def envelope(
 
 REQUEUE_OUT_BYTES = 10_000_000  # requeue.out grows to this and no further
 STREAMS: dict[int, tuple[int, int] | None] = {}  # what 1 and 2 stood for at the start
+OUT: dict[int, int] = {}  # where lines for 1 and 2 are written, so that nobody waits for a reader
 LOG = {"json": False}  # --log
 SHOWN: dict[str, Callable[[Any], str]] = {
     "kind": word, "wait": "{:.3f}".format, "of": "{:g}".format, "error": QUOTE,
 }  # fmt: skip
 
 
+def keep_streams() -> None:
+    """Remembers what 1 and 2 are; and opens pipes and terminals once more, so as not to wait there.
+
+    (To set O_NONBLOCK on what we inherited would set it for our parent, too.)
+    """
+    for fd in (1, 2):
+        STREAMS[fd], OUT[fd] = identity(fd), fd
+        if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_NOCTTY
+            with suppress(OSError):
+                OUT[fd] = os.open(f"/proc/self/fd/{fd}", flags)
+
+
 def emit(fd: int, line: str) -> None:
-    if STREAMS and identity(fd) != STREAMS[fd]:
+    if STREAMS and not STREAMS[fd] == identity(fd) == identity(OUT[fd]):
         return
+    fd = OUT.get(fd, fd)
     with suppress(OSError, ValueError):
         ready = select.poll()
         ready.register(fd, select.POLLOUT)
@@ -1364,6 +1389,10 @@ class Running:
         Raises LeaseLost if the run has been taken over or has ended, ValueError or TypeError if
         `stage` is not JSON, TooLarge if Redis does not take it.
         """
+        with self.hand.queue.lock:
+            self.write(stage)
+
+    def write(self, stage: Any) -> None:
         hand, run, message = self.hand, self.run, self.message
         json.dumps(stage, allow_nan=False)
         self.check()
@@ -1461,7 +1490,7 @@ class Hand:
             import ctypes
 
             self.libc = ctypes.CDLL(None)
-        if not os.isatty(0):  # on a terminal, breakpoint() needs the terminal's group
+        if not on_terminal():  # there, breakpoint() needs the terminal's group
             os.setpgid(0, 0)
         self.mend_signals()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -1792,7 +1821,7 @@ class Hand:
         name, folder, module, function = self.settings.handler()
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(line_buffering=True)
+                sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
             sys.path.insert(0, str(folder))
             if not (self.settings.process or (folder / "taskproc.py").exists()):
                 raise FileNotFoundError("there is no taskproc.py")  # not the next best one
@@ -1901,6 +1930,10 @@ class Hand:
         self.free_signals()
 
 
+def on_terminal() -> bool:
+    return any(os.isatty(fd) for fd in (0, 1, 2))
+
+
 def release_wait(before: int) -> float | None:
     """The wait (s) of a message that a stop broke off: none at first, then longer each time."""
     return ceiling(before - 1, 1.0, RELEASE_CAP) if before else None
@@ -1940,6 +1973,11 @@ class Seat:
         token = self.slot.words[TOKEN]
         return f"{token} {self.name}" if token else ""
 
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # a hand may have changed its user
+            if self.pid:
+                os.kill(self.pid, number)
+
 
 class Foreman:
     """The parent: forks hands, renews their leases, lets fall what nobody will settle."""
@@ -1949,7 +1987,7 @@ class Foreman:
         self.queue = Queue(settings.redis, settings.queue, timeout=ANSWER)
         memory = mmap.mmap(-1, Slot.SIZE * settings.concurrency)
         self.seats = [Seat(Slot(memory, i), i + 1) for i in range(settings.concurrency)]
-        self.groups = not os.isatty(0)  # each hand leads a process group of its own
+        self.groups = not on_terminal()  # each hand leads a process group of its own
         self.orphans: list[tuple[str, Step | None]] = []  # dead hands, and their run's fall
         self.alert_at = settings.dlq_alert
         self.code = 0
@@ -2026,8 +2064,7 @@ class Foreman:
     def order(self, order: int, number: int) -> None:
         for seat in self.seats:
             seat.slot.words[ORDER] = order
-            if seat.pid:
-                os.kill(seat.pid, number)
+            seat.signal(number)
 
     # Hands ───────────────────────────────────────────────────────────────────────────────────
 
@@ -2061,8 +2098,8 @@ class Foreman:
             limit = settings.time_limit + settings.grace if token else settings.grace
             late = since > 0 and now > since + limit
             seat.timed_out = seat.timed_out or (late and token != 0)
-            if seat.pid and (late or (self.hurried_at and now > self.hurried_at + HURRY)):
-                os.kill(seat.pid, signal.SIGKILL)
+            if late or (self.hurried_at and now > self.hurried_at + HURRY):
+                seat.signal(signal.SIGKILL)
 
     def reap(self) -> None:
         """Sees to the dead hands; as PID 1, to everybody's orphans as well."""
@@ -2162,7 +2199,7 @@ class Foreman:
                 self.let_fall(*self.orphans[0])
                 self.orphans.pop(0)
             finished = now < self.fall_from or self.let_expired_fall()
-            if pulse.running != pulse.leases and (bare := self.queue.adopt(lease)):
+            if pulse.running != pulse.leases and (bare := self.queue.adopt(max(lease, 3 * PULSE))):
                 log(f"{bare} running messages had no lease: they got one")
             self.warn(pulse.dead)
             if self.paused != bool(pulse.paused):
@@ -2197,7 +2234,7 @@ class Foreman:
         for seat in self.seats:
             if seat.pid and seat.lease.encode() in refused:
                 seat.slot.words[LOST] = seat.slot.words[TOKEN]
-                os.kill(seat.pid, signal.SIGALRM)
+                seat.signal(signal.SIGALRM)
 
     def clock_jumped(self, server: float, asked: float) -> bool:
         """Tells whether the server's clock has moved against ours by a part of a lease."""
@@ -2631,7 +2668,7 @@ def host_name() -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     fill_standard_files()
-    STREAMS.update({fd: identity(fd) for fd in (1, 2)})
+    keep_streams()
     settings = read_settings(argv)
     LOG["json"] = settings.log == "json"
     if warning := unknown_variables():

@@ -46,7 +46,7 @@ def stored(settlement: Settlement) -> bytes:
         return before + quoted(run.raw) + after
     assert step.script in (RETRY, BURY)
     before, head, middle, tail, after = step.args[-5:]
-    return Splice(before, head, middle, tail - 1, after).of(run.raw)
+    return Splice(before, head, middle, tail, after).of(run.raw)
 
 
 def envelope_of(raw: bytes) -> bytes:

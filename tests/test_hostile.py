@@ -20,6 +20,8 @@ import redis
 from processes import PROJECT, Process, children, clean_environment, until
 from server import Server
 
+from worker import Claim, Message, Queue
+
 QUEUE, DLQ = "q:tasks", "q:tasks:dlq"
 BRIEF = {"QR_BASE": 0.01, "QR_CAP": 0.01}
 
@@ -247,3 +249,84 @@ def test_a_worker_that_was_started_with_its_signals_blocked_can_be_stopped(
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_checkpoint_may_be_repeated_and_settled_by_one_who_does_not_know_it(
+    redis_client: redis.Redis, queue: Queue
+) -> None:
+    """Its answer may be lost, or the time limit may strike before it comes."""
+    push(redis_client, {"kind": "x", "n": 1})
+    [reply] = queue.do(queue.claim("me", 30))
+    run = Claim.of(reply, "me").run
+    assert run is not None
+    message = Message.parse(run.raw)
+    first = queue.checkpoint(run, 30, message.noted(0, None, {"stage": "a" * 50}))
+    later = queue.checkpoint(run, 30, message.noted(0, None, {"stage": "b"}))
+    for step in (first, first, later, later, first):
+        assert queue.do(step) == [b"ok"]
+    text = redis_client.hget(f"{QUEUE}:running", str(run.token))
+    assert text == b'{"kind": "x", "n": 1, "attempts": 0, "_retry": {"stage": "%b"}}' % (b"a" * 50)
+    queue.do(queue.retry(run, 0, message.noted(1, None, {})))
+    [member] = redis_client.zrange(f"{QUEUE}:retry", 0, -1)
+    assert member == b'%d:{"kind": "x", "n": 1, "attempts": 1}' % run.token
+
+
+def test_threads_of_a_handler_may_make_checkpoints_at_once(
+    redis_client: redis.Redis, handler: Callable[[str], Path], worker: Callable[..., Process]
+) -> None:
+    handler("""
+from concurrent.futures import ThreadPoolExecutor
+
+def process(msg, run):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run.checkpoint, ["x" * (1000 * n) for n in range(40)]))
+    if run.attempts == 0:
+        raise ValueError("again")
+""")
+    push(redis_client, *[{"n": n} for n in range(3)])
+    started = worker("--burst", **BRIEF)
+    assert started.wait() == 0, started
+    assert stats(redis_client) == {"retried": 3, "done": 3}
+
+
+def test_a_reader_that_has_stopped_costs_lines_and_no_message(
+    server: Server, redis_client: redis.Redis, handler: Callable[[str], Path], app_dir: Path
+) -> None:
+    """A pipe with a little room left: a longer line must not wait for the rest of it."""
+    handler("def process(msg):\n    raise ValueError('\U0001f600' * 500)\n")
+    push(redis_client, *[{"n": n} for n in range(30)])
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, PROJECT / "worker.py", "--burst", "--log", "json", "--base", "0.01"],
+            env=clean_environment({"REDIS_URL": server.url, "QR_APP_DIR": app_dir}),
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
+            start_new_session=True,
+        )
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+    finally:
+        os.close(read)
+        os.close(write)
+    assert redis_client.llen(DLQ) == 30
+
+
+def test_who_adopts_a_run_gives_its_owner_time_to_take_it_back(
+    redis_client: redis.Redis, handler: Callable[[str], Path], worker: Callable[..., Process]
+) -> None:
+    """Whatever the lease of the one who finds it: its owner renews every ten seconds at least."""
+    handler("import time\ndef process(msg):\n    time.sleep(600)\n")
+    push(redis_client, {"n": 1})
+    owner = worker("--lease", 60)
+    until(lambda: redis_client.hlen(f"{QUEUE}:running"), saw=lambda: owner)
+    redis_client.delete(f"{QUEUE}:leases")
+    finder = worker("--lease", 1)
+    until(lambda: redis_client.zcard(f"{QUEUE}:leases"), saw=lambda: finder)
+    seconds, micros = redis_client.time()
+    [(_, deadline)] = redis_client.zrange(f"{QUEUE}:leases", 0, -1, withscores=True)
+    assert deadline > (seconds + micros / 1e6 + 20) * 1000

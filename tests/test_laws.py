@@ -220,7 +220,7 @@ class Places:
 
 def spliced(old: bytes, args: Any) -> bytes:
     before, head, middle, tail, after = args
-    return Splice(before, head, middle, tail - 1, after).of(old)
+    return Splice(before, head, middle, tail, after).of(old)
 
 
 def escaped(raw: bytes) -> bytes:

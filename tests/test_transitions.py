@@ -29,8 +29,8 @@ A, B, C = b'{"kind": "a"}', b'{"kind": "b"}', b'{"kind": "c"}'
 ENVELOPE = b'{"payload": {"kind": "a"}, "error": "E: e", "attempts": 5}'
 BEFORE, AFTER = b'{"payload": ', b', "error": "E: e", "attempts": 5}'
 NEW = b'{"kind": "a", "attempts": 1}'
-ATTEMPT = Splice(b"", len(A) - 1, b', "attempts": 1', len(A) - 1)  # makes NEW of A
-AROUND = Splice(BEFORE, END, b"", END, AFTER)  # makes ENVELOPE of A
+ATTEMPT = Splice(b"", len(A) - 1, b', "attempts": 1', 1)  # makes NEW of A
+AROUND = Splice(BEFORE, END, b"", 0, AFTER)  # makes ENVELOPE of A
 LEASE = 30.0  # seconds; no test lives to see one end by itself
 
 SCRIPTS = {name: x for name, x in vars(worker_module).items() if isinstance(x, Script)}
@@ -555,7 +555,7 @@ def test_bytes_come_through_every_transition(queue: Queue, text: bytes) -> None:
     run = take_over(queue, run)
     assert run.raw == text
     assert places(queue) == {"running": [text]}
-    queue.do(queue.bury(run, Splice(BEFORE, END, b"", END, AFTER)))
+    queue.do(queue.bury(run, Splice(BEFORE, END, b"", 0, AFTER)))
     dead = BEFORE + text + AFTER
     assert places(queue) == {"dead": [dead]}
     assert queue.do(queue.replay(dead, text)) == [b"ok"]

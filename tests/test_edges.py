@@ -310,10 +310,10 @@ def process(msg):
         process = stage.start("--grace", 0.1)
         until(partial(ended_or_all_done, process), saw=stage.marks)
         assert process.stop() == 0, process
-        if stage.marks("good"):
+        if len(stage.marks("good")) == 2:
             break
     assert len(stage.marks("good")) == 2
-    assert 1 < len(stage.marks("stops")) < 5
+    assert len(stage.marks("stops")) > 1
     assert stage.stats()["released"] == len(stage.marks("stops"))
     assert set(stage.stats()) == {"released", "done"}
 

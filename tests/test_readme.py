@@ -321,9 +321,14 @@ def test_the_permissions_in_the_readme_are_enough(
         client.lpush("q:tasks", *['{"kind": "ok"}'] * 3, *['{"kind": "bad"}'] * 4)
         client.hset("q:tasks:running", mapping={"7": '{"kind": "ok"}', "8": '{"kind": "ok"}'})
         client.zadd("q:tasks:leases", {"7 gone": 1})
-        flags = ("--burst", "--base", 0.01, "--lease", 1, "--max-attempts", 2)
+        flags = ("--base", 0.01, "--lease", 1, "--max-attempts", 2)
         process = worker(*flags, REDIS_URL=url)
-        assert process.wait() == 0, process
+        until(lambda: client.hget("q:tasks:stats", "done") == b"4", saw=lambda: process)
+        until(lambda: client.llen("q:tasks:dlq") == 4, saw=lambda: process)
+        until(lambda: client.zcard("q:tasks:leases") == 1, saw=lambda: process)
+        assert "had no lease" in process.err
+        client.delete("q:tasks:running", "q:tasks:leases")
+        assert process.stop() == 0, process
         assert client.llen("q:tasks:dlq") == 4
         [example] = {json.loads(x)["reason"] for x in client.lrange("q:tasks:dlq", 0, -1)}
         assert example == "exhausted"

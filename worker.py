@@ -1789,7 +1789,7 @@ class Hand:
                 try:
                     self.loop.run_until_complete(self.task)
                 except BaseException as error:
-                    if self.task.done() or self.interruption:
+                    if self.task.done() or self.interruption or self.loop.is_closed():
                         raise
                     log(f"a task of an earlier run has stopped the event loop: {describe(error)}")
         finally:
@@ -2653,7 +2653,7 @@ def read_settings(argv: list[str] | None = None) -> Settings:
             parser.error(f"{variable} is empty: the path of a folder is needed, or unset it")
         try:
             setattr(settings, attribute, Path(folder).absolute())
-            settings.cwd = Path.cwd()
+            settings.cwd = Path.cwd() if settings.process else Path()
         except FileNotFoundError:
             parser.error("the working directory is gone: start in one that is there")
     settings.name = f"{host_name()}:{os.getpid()}:{secrets.token_hex(8)}"

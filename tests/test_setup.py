@@ -263,9 +263,9 @@ def test_a_walk_that_fails_takes_back_what_it_pushed_all_the_same(
 ) -> None:
     """Its messages are retrying or running, for each stopped or killed its worker in mid-run."""
     handler(
-        "import os, signal, time\ndef process(msg):\n    for _ in range(2):\n"
-        f"        os.kill(os.getppid(), signal.{number})\n        time.sleep(0.7)\n"
-        "    time.sleep(600)\n"
+        "import os, signal, time\nforeman = os.getppid()\ndef process(msg):\n"
+        f"    os.kill(foreman, signal.{number})\n    time.sleep(0.7)\n"
+        f"    os.kill(foreman, signal.{number})\n    time.sleep(600)\n"
     )
     walk = lab(REDIS_URL=server.url)
     until(lambda: redis_client.exists("q:tasks:running", "q:tasks:retry"), saw=lambda: walk)

@@ -1717,18 +1717,22 @@ class Hand:
             self.refused(run, "interrupted")
             return None
         if failure is None:
-            step = queue.done(run, *running.follow_ups)
-            if not running.follow_ups:
-                return Settlement(run, step)
-            why = "TooLarge: Redis does not take the follow-up messages"
-            failures = [Failure(why, at_ms=run.now_ms())]
-            small = partial(conclude, queue, policy, run, running.message, failures)
-            return Settlement(run, step, small=small)
+            return self.finished(run, running)
         if words[ORDER] == NOW:
             self.let_fall(run, "released", "stopped in mid-run")
             return None
         failures = [failure._replace(at_ms=run.now_ms())]
         return conclude(queue, policy, run, running.message, failures)
+
+    def finished(self, run: Run, running: Running) -> Settlement:
+        """Done, with the follow-ups; a failed run, if Redis does not take these."""
+        step = self.queue.done(run, *running.follow_ups)
+        if not running.follow_ups:
+            return Settlement(run, step)
+        why = "TooLarge: Redis does not take the follow-up messages"
+        failures = [Failure(why, at_ms=run.now_ms())]
+        small = partial(conclude, self.queue, self.policy, run, running.message, failures)
+        return Settlement(run, step, small=small)
 
     def call(self, body: dict[str, Any], running: Running) -> Failure | None:
         """Calls the handler under the time limit; a Failure if it raised, whatever it raised.

@@ -236,7 +236,16 @@ def escaped(raw: bytes) -> bytes:
 OWNERS = ("host:1:aa/1", "host:1:aa/2", "other:2:bb/1")
 POLICY = Policy(max_attempts=3, base=1e-9, cap=1e-9)  # waits are what a rule says
 OUTCOMES = st.sampled_from(
-    ("failed", "killed", "done", "done with follow-ups", "stopped", "failed for good", "not read")
+    (
+        "failed",
+        "killed",
+        "killed",
+        "done",
+        "done with follow-ups",
+        "stopped",
+        "failed for good",
+        "not read",
+    )
 )
 TIMES = st.sampled_from((1, 1, 0, 2))
 WAITS = st.sampled_from((0.0, FAR))
@@ -292,6 +301,7 @@ class AnySequence(RuleBasedStateMachine):
         self.failed: Counter[str] = Counter()  # runs that have failed, of messages that say so
         self.released: Counter[str] = Counter()
         self.untold: set[str] = set()  # messages that do not, or not any more
+        self.peaceful = True
         self.evicted = self.adopted = self.spoilt = self.fence_is_ours = False
         self.before = self.look()
 
@@ -359,8 +369,12 @@ class AnySequence(RuleBasedStateMachine):
 
     # Producers -----------------------------------------------------------------------------------
 
-    @initialize(forms=st.lists(st.sampled_from(FORMS), min_size=3, max_size=9))
-    def begin(self, forms: list[str]) -> None:
+    @initialize(
+        forms=st.lists(st.sampled_from(FORMS), min_size=3, max_size=9),
+        peaceful=st.sampled_from((True, True, False)),
+    )
+    def begin(self, forms: list[str], peaceful: bool) -> None:
+        self.peaceful = peaceful  # no write is refused
         for form in forms:
             self.push(form)
 
@@ -686,7 +700,7 @@ class AnySequence(RuleBasedStateMachine):
             return self.queue.replay(envelope, revive(envelope))
         return settling.step
 
-    @precondition(lambda self: self.settlings)
+    @precondition(lambda self: self.settlings and not self.peaceful)
     @rule(which=WHICH, kind=st.sampled_from(STEPS), denied=st.sampled_from(DENIED) | WHICH)
     def a_write_is_refused(self, which: int, kind: str, denied: str | int) -> None:
         """To a user who may not run that command; or a key of the step is of another type."""

@@ -23,7 +23,21 @@ from processes import Process, until
 from server import Server
 
 import worker as worker_module
-from worker import END, Claim, Note, Pulse, Queue, Run, Script, Splice, Step
+from backoff import Policy
+from worker import (
+    END,
+    Claim,
+    Message,
+    Note,
+    Pulse,
+    Queue,
+    Run,
+    Script,
+    Splice,
+    Step,
+    conclude,
+    unsettled,
+)
 
 A, B, C = b'{"kind": "a"}', b'{"kind": "b"}', b'{"kind": "c"}'
 ENVELOPE = b'{"payload": {"kind": "a"}, "error": "E: e", "attempts": 5}'
@@ -935,6 +949,22 @@ def test_notes_move_with_their_message_and_add_up(queue: Queue) -> None:
     assert [note[1:] for note in third.notes] == notes(queue)[third.token]
     assert third.released == 1
     assert places(queue) == {"running": [A]}
+
+
+def test_each_note_of_a_failed_run_is_charged_and_no_other(queue: Queue) -> None:
+    """By whoever claims the message next; what a stop broke off is counted, and not charged."""
+    push(queue, NEW)
+    for reason in ("worker_died", "released", "timed_out", "released", "released"):
+        fall(queue, claim(queue), reason=reason)
+    run = claim(queue)
+    settlement = conclude(queue, Policy(), run, Message.parse(run.raw), unsettled(run))
+    assert queue.do(settlement.step) == [b"ok"]
+    [text] = places(queue).pop("retrying")
+    message = Message.parse(text)
+    assert (message.own, message.attempts, message.kept["released"]) == (A, 1 + 2, 3)
+    errors = [entry["error"] for entry in message.kept["history"]]
+    assert errors == ["signal SIGKILL"] * 2
+    assert notes(queue) == {}
 
 
 @pytest.mark.parametrize("end", [name for name in ENDS if name != "fall"])

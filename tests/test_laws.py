@@ -806,7 +806,20 @@ def objected(draw: st.DrawFn, inner: st.SearchStrategy[str], most: int = 4) -> s
 
 
 VALUES = st.recursive(LEAVES, lambda inner: listed(inner) | objected(inner), max_leaves=6)
-OBJECTS = st.builds(lambda *parts: "".join(parts).encode(), BLANK, objected(VALUES, most=7), BLANK)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> bytes:
+    """Objects, half of which end in members that look as if we had written them."""
+    text = draw(objected(VALUES, most=5))
+    ours = draw(st.lists(st.tuples(st.sampled_from([*worker.RESERVED]), OURS | LEAVES), max_size=5))
+    if ours and draw(st.booleans()):
+        tail = ", ".join(f'"{name}": {value}' for name, value in ours)
+        text = text[:-1] + ("" if text[1:-1].strip() == "" else ", ") + tail + "}"
+    return (draw(BLANK) + text + draw(BLANK)).encode()
+
+
+OBJECTS = texts()
 FACTS = st.tuples(
     st.integers(0, worker.COUNT),
     st.just(SEEN),

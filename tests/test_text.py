@@ -144,6 +144,10 @@ CUT = {
     f'{{"a": 1, "attempts": 1, "first_seen_at": "{DATE}", "_retry": {{"replays": 2}}}}': '{"a": 1}',
     f'{{"_retry": {{}}, "a": 1, "attempts": 1, "first_seen_at": "{DATE}"}}': '{"a": 1}',
     f'{{"a": 1, "attempts": 1, "b": 2, "first_seen_at": "{DATE}"}}': '{"a": 1, "b": 2}',
+    f'{{"a": 1, "attempts": 1, "first_seen_at": 0, "first_seen_at": "{DATE}"}}': (
+        '{"a": 1, "first_seen_at": 0}'
+    ),
+    f'{{"attempts": "x", "first_seen_at": "{DATE}", "attempts": 1}}': '{"attempts": "x"}',
 }
 
 FACTS: list[tuple[int, str | None, dict[str, Any]]] = [

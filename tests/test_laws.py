@@ -760,7 +760,7 @@ class AnySequence(RuleBasedStateMachine):
 
 
 def test_no_sequence_of_transitions_breaks_a_law(server: Server) -> None:
-    run_state_machine_as_test(partial(AnySequence, server), settings=effort(150))
+    run_state_machine_as_test(partial(AnySequence, server), settings=effort(100))
 
 
 # ---- Any text ----------------------------------------------------------------------------------

@@ -248,20 +248,21 @@ class Message:
         """
         body = load(raw) if body is None else body
         end, kind = raw.rindex(b"}"), body.get("kind")
-        names = [name for name, ok in RESERVED.items() if name in body and ok(body[name])]
-        if not names:
-            return cls(raw, end, end, kind, {})
-        start, ours = written(raw)
-        if start and ours.keys() == set(names):
-            return cls(raw, start, end, kind, ours)
-        text, ours = taken_apart(raw.decode())
-        own = text.encode()
-        head = own.rindex(b"}")
-        if raw.startswith(own[:head]) and own[head:] == raw[end:]:
-            return cls(raw, head, end, kind, ours)
+        ours = {name: body[name] for name, is_ours in RESERVED.items() if is_ours(body.get(name))}
+        if not ours:
+            return cls(raw, end, end, kind, ours)
+        mine = json.dumps(ours)[1:-1].encode()
+        start = end - len(mine)
+        if raw.endswith(mine, 0, end):  # written by us: at the end of the object, in one piece
+            if raw[start - 2 : start] == b", ":
+                return cls(raw, start - 2, end, kind, ours)
+            if is_first(raw, start):
+                return cls(raw, start, end, kind, ours)
         if len(raw) > LARGE:
             return cls(raw, end, end, kind, ours)
-        return cls(own, head, head, kind, ours, strewn=True)
+        own = without_ours(raw.decode()).encode()
+        end = own.rindex(b"}")
+        return cls(own, end, end, kind, ours, strewn=True)
 
     @property
     def attempts(self) -> int:
@@ -304,40 +305,15 @@ def is_first(raw: bytes, at: int) -> bool:
     return raw[at - 1] in b"{"
 
 
-def written(raw: bytes) -> tuple[int, dict[str, Any]]:
-    """Where our members begin, and what they are, if they end the text as we write them; else 0.
-
-    What an object without its beginning parses to, up to the very end, lies at its top level.
-    """
-    at = raw.rfind(b'"attempts": ')
-    if raw[at - 2 : at] == b", ":
-        start = at - 2
-    elif at > 0 and is_first(raw, at):
-        start = at
-    else:
-        return 0, {}
-    try:
-        ours = json.loads(b"{" + raw[at:])
-    except (ValueError, RecursionError):
-        return 0, {}
-    exactly = json.dumps(ours)[1:].encode() == raw[at:].rstrip(b" \t\r\n")
-    return (start, ours) if exactly else (0, {})
-
-
-def taken_apart(text: str) -> tuple[str, dict[str, Any]]:
-    """The text of an object without the members that are ours; and what these say."""
+def without_ours(text: str) -> str:
+    """The text of an object without the members that are ours, wherever they stand in it."""
     head, found, tail = members(text)
-    spans, ours = [], {}
-    for name, value, _, span in found:
-        if name in RESERVED and RESERVED[name](value):
-            ours[name] = value
-        else:
-            spans.append(span)
+    spans = [x[3] for x in found if not (x[0] in RESERVED and RESERVED[x[0]](x[1]))]
     rest = ",".join(spans)
-    if len(spans) < len(found) and (not spans or spans[0] is not found[0][3]):
-        first = found[0][3]  # cut from the front: the white space there stays
+    first = found[0][3]
+    if not (spans and spans[0] is first):  # cut from the front: the white space there stays
         rest = first[: len(first) - len(first.lstrip())] + rest.lstrip()
-    return head + rest + tail, ours
+    return head + rest + tail
 
 
 def refuse(constant: str) -> NoReturn:
@@ -2196,7 +2172,8 @@ class Foreman:
         lease = self.settings.lease
         try:
             pulse = self.renew()
-            jumped = self.clock_jumped(pulse.now_ms / 1000, now)
+            asked, now = now, time.monotonic()
+            jumped = self.clock_jumped(pulse.now_ms / 1000, asked)
             if self.fault or jumped or now > self.last_beat + lease / 2:
                 self.fall_from = now + max(lease, REJOIN)  # others, too, have to renew: they first
             while self.orphans:
@@ -2331,8 +2308,8 @@ class Foreman:
 
     def sign_off(self) -> None:
         """Lets fall what the last hands left, as far as Redis lets us, and removes our notes."""
-        fault = ""
-        for _ in range(0 if self.fault else 2):  # the first may be that of an old connection
+        fault = self.fault
+        for _ in range(1 if fault else 2):  # the first may be that of an old connection
             try:
                 while self.orphans:
                     self.let_fall(*self.orphans[0])

@@ -588,6 +588,15 @@ def test_an_outage_is_two_lines_however_many_hands_wait(scene: Callable[..., Sce
     assert len(process.err.splitlines()) == len(lines(process, START)) + 4
 
 
+def test_a_worker_that_is_stopped_while_redis_is_away_says_so(scene: Callable[..., Scene]) -> None:
+    stage = scene()
+    process = stage.worker()
+    stage.server.kill()
+    says(process, DOWN)
+    assert process.stop() == 0
+    assert len(lines(process, "worker: leaving without Redis")) == 1
+
+
 def test_a_worker_whose_connections_were_cut_says_goodbye_all_the_same(
     scene: Callable[..., Scene],
 ) -> None:

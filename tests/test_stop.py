@@ -230,6 +230,8 @@ def test_a_handler_that_finishes_in_the_grace_is_settled_and_nothing_more_is_cla
     process = stage.worker(*LONG)
     stage.began(process)
     process.send(signal.SIGTERM)
+    for hand in process.children():  # as its foreman will, but before the gate is open
+        os.kill(hand, signal.SIGTERM)
     stage.open_gate()
     assert process.wait() == 0
     assert stage.stats() == {"done": 1}

@@ -63,7 +63,9 @@ except ModuleNotFoundError:
 from backoff import Policy, printable
 from worker import (
     BLANK,
+    CLOCK,
     DECODER,
+    LINE,
     OPTIONS,
     RESERVED,
     VERSION,
@@ -73,6 +75,8 @@ from worker import (
     Option,
     Queue,
     Run,
+    Script,
+    Step,
     Undecodable,
     add_options,
     conclude,
@@ -1173,19 +1177,21 @@ class Desk:
         asked, now = self.asked, self.queue.now_ms()
         there = depth(self.queue)
         page = [Letter(raw, now) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)]
-        age = oldest(page)
+        age, wait = oldest(page), waited(self.queue) or 0.0
         depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
         ages = asked.warn_age or math.inf, asked.crit_age or math.inf
-        code = 0
+        code = int(wait >= (asked.warn_wait or math.inf))
         for level in (1, 2):
             if there >= depths[level - 1] or (age or 0.0) >= ages[level - 1]:
                 code = level
         text = f"DLQ {('OK', 'WARNING', 'CRITICAL')[code]} - {there} dead letters in {self.dlq}"
         text += f", the oldest for {since(age)}: {page[-1].error}" if page else ""
+        text += f"; messages wait for {since(wait)} and more" if wait else ""
         pause = paused(self.queue)
         text += f"; paused {pause}" if pause else ""
         bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
         data = f"depth={there};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
+        data += f" wait={wait:.0f}s;{f'{asked.warn_wait:g}' if asked.warn_wait else ''};;0"
         say(f"{printable(text).replace('|', '/')} | {data}")
         return code
 
@@ -1282,6 +1288,27 @@ def pairs(flat: list[bytes]) -> Iterator[tuple[str, bytes]]:
     return ((k.decode(errors="replace"), v) for k, v in zip(flat[::2], flat[1::2], strict=True))
 
 
+# waited: how long the head of the line has been there at least; the line is what waits.
+#   KEYS  running retry stats waiting next arrivals
+#   →     that time in ms, or -1 if nothing is known
+WAITED = Script("waited", "running retry stats waiting next arrivals", CLOCK + LINE + """
+local above = string.format('(%.0f', left)
+local sample = last and total > left and
+  redis.call('ZRANGEBYSCORE', arrivals, above, '+inf', 'LIMIT', 0, 1)[1]
+return sample and math.max(now - sample, 0) or -1
+""")  # fmt: skip
+
+
+def waited(queue: Queue) -> float | None:
+    """A lower bound (s) of how long the message at the head of the line has waited there.
+
+    The line is first in, first out, as long as producers push left. None if nothing waits, or if
+    no worker has looked since it came.
+    """
+    [known] = queue.do(Step(WAITED, ()))
+    return None if known < 0 else known / 1000
+
+
 def survey(queue: Queue) -> dict[str, Any]:
     """What is where now: counts, ages, runs, due times, counters, workers. Times in seconds.
 
@@ -1309,11 +1336,9 @@ def survey(queue: Queue) -> dict[str, Any]:
         for member, score in pairs(ask("ZRANGE", names.workers, i, i + 999, "WITHSCORES")):
             name, _, loop = printable(member).rpartition("/")
             workers.setdefault(name, {})[loop] = ago(now, float(score)) or 0.0
-    first = ask("LINDEX", names.next, -1) or ask("LINDEX", names.waiting, -1)
     page = [Letter(raw, now) for raw in ask("LRANGE", names.dlq, -SHOWN, -1)]
     states = {
-        "waiting": (ask("LLEN", names.waiting) + ask("LLEN", names.next),
-                    ago(now, date_ms(peek(first).first_seen_at))),
+        "waiting": (ask("LLEN", names.waiting) + ask("LLEN", names.next), waited(queue)),
         "running": (ask("HLEN", names.running), running[0]["for"] if running else None),
         "retrying": (ask("ZCARD", names.retry), max(seen, default=None)),
         "dead": (ask("LLEN", names.dlq), oldest(page)),
@@ -1348,7 +1373,8 @@ def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str
         passed = ((date_ms(now["at"]) or 0.0) - (date_ms(before["at"]) or 0.0)) / 1000
     tables: dict[str, list[tuple[object, ...]]] = {
         "STATE COUNT OLDEST": [
-            (name, s["count"], since(s["oldest"])) for name, s in now["states"].items()],
+            (name, s["count"], "≥ " * bool(name == "waiting" and s["oldest"]) + since(s["oldest"]))
+            for name, s in now["states"].items()],
         "COUNTER TOTAL RATE": [
             (name, n, f"{(n - then.get(name, 0)) / passed:.1f}/s" if passed else None)
             for name, n in now["counters"].items()],
@@ -1384,7 +1410,7 @@ def exposition(now: dict[str, Any]) -> Iterator[str]:
     metrics: dict[str, list[tuple[dict[str, str], float]]] = {
         "qr_messages gauge Messages in each state.": [
             ({"state": name}, state["count"]) for name, state in states],
-        "qr_oldest_seconds gauge Age of the oldest message known in each state.": [
+        "qr_oldest_seconds gauge Age of the oldest known in each state; waiting: at least.": [
             ({"state": name}, state["oldest"]) for name, state in states if state["oldest"]],
         "qr_paused gauge 1 while nothing is claimed.": [({}, int(now["paused"] is not None))],
         "qr_overdue gauge Retries that are due and not taken yet.": [({}, now["overdue"])],
@@ -1478,6 +1504,7 @@ CHOICES = (
     Option("crit-depth", "N", count, f"so many are critical (default {DEPTH[1]})", beside="check"),
     Option("warn-age", "AGE", age, "an oldest letter of this age is a warning", beside="check"),
     Option("crit-age", "AGE", age, "an oldest letter of this age is critical", beside="check"),
+    Option("warn-wait", "AGE", age, "messages that wait so long are a warning", beside="check"),
     *(option for option in OPTIONS if option.name in ("redis", "queue")),
 )  # fmt: skip
 ID = Option("id", "ID", letter_id, "this one; the beginning of an id will do", beside=ANY)

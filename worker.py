@@ -20,6 +20,7 @@ The life of a message; the place is the state:
   done       q:tasks:stats     hash    counters
              q:tasks:fence     string  the last fencing token
              q:tasks:workers   zset    loop of a worker → last progress (ms); health only
+             q:tasks:arrivals  zset    a date (ms) → how many messages had come in by then
              q:tasks:pause     string  while it is there, nothing is claimed
 
 The promise: from the moment Redis has accepted the LPUSH, a message is in exactly one of
@@ -406,7 +407,8 @@ KEYS = {  # role: what follows the queue's name, and the type
     "waiting": ("", "list"), "next": (":next", "list"), "running": (":running", "hash"),
     "leases": (":leases", "zset"), "retry": (":retry", "zset"), "notes": (":notes", "hash"),
     "dlq": (":dlq", "list"), "stats": (":stats", "hash"), "fence": (":fence", "string"),
-    "workers": (":workers", "zset"), "pause": (":pause", "string"), "probe": (":probe", "none"),
+    "workers": (":workers", "zset"), "arrivals": (":arrivals", "zset"),
+    "pause": (":pause", "string"), "probe": (":probe", "none"),
 }  # fmt: skip
 
 
@@ -643,13 +645,34 @@ redis.pcall('HINCRBY', stats, 'replayed', 1)
 return 'ok'
 """)  # fmt: skip
 
+# LINE: how many messages have come in (`total`), and how many of these no longer wait (`left`):
+# what came in is in one of the places, or was counted when it ended. If counters were lost since
+# the last sample of that, no sample says anything: then `last` is false.
+LINE = """
+local left, total = redis.call('HLEN', running) + redis.call('ZCARD', retry), 0
+for _, counter in ipairs({'done', 'dead'}) do
+  left = left + (tonumber(redis.pcall('HGET', stats, counter)) or 0)
+end
+total = left + redis.call('LLEN', waiting) + redis.call('LLEN', next)
+local last = redis.call('ZRANGE', arrivals, -1, -1, 'WITHSCORES')
+last = last[1] and tonumber(last[2]) <= total and last"""
+
 # beat: not a transition. Notes when each loop of a worker last made progress, and drops those of
-# workers that have been silent for a day.
-#   KEYS  workers running leases dlq pause
+# workers that have been silent for a day. And takes a sample of how many messages have come in: as
+# long as fewer have left the line, its head has been there since then. Samples lie a 200th of
+# their span apart, so a year of them is less than 4,000.
+#   KEYS  workers running leases dlq pause stats retry waiting next arrivals
 #   ARGV  age (ms), loop, age, loop …
 #   →     now (ms), messages running, leases, dead letters, paused (0 or 1)
-BEAT = Script("beat", "workers running leases dlq pause", CLOCK + """
-redis.call('ZREM', workers, '')
+BEAT = Script(
+    "beat", "workers running leases dlq pause stats retry waiting next arrivals", CLOCK + """
+redis.call('ZREM', workers, '')""" + LINE + """
+if not last then redis.call('DEL', arrivals) end
+redis.call('ZREMRANGEBYSCORE', arrivals, '-inf', left)
+local first = redis.call('ZRANGE', arrivals, 0, 0)[1] or now
+if not last or total > tonumber(last[2]) and now - last[1] >= (now - first) / 200 then
+  redis.call('ZADD', arrivals, total, now)
+end
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 86400000)
 for i = 1, #ARGV, 2 do redis.call('ZADD', workers, now - ARGV[i], ARGV[i + 1]) end
 redis.call('ZREMRANGEBYRANK', workers, 0, -10001)

@@ -465,13 +465,14 @@ def busy(redis_client: redis.Redis, queue: Queue) -> int:
     redis_client.lpush(DLQ, dead_for(7200, now), dead_for(5, now))
     redis_client.hset("q:tasks:stats", mapping={"done": 10, "dead": 2})
     redis_client.zadd("q:tasks:workers", {"host:1:ab/foreman": now, "host:1:ab/hand1": now - 2000})
+    redis_client.zadd("q:tasks:arrivals", {str(now - 120_000): 16, str(now - 1): 18})
     return now
 
 
 def test_status_shows_every_state(server: Server, busy: int) -> None:
     said = desk(server, "--status")
     rows = [columns(line) for line in said.out.splitlines()]
-    assert ["waiting", "3", "2 min"] in rows
+    assert ["waiting", "3", "≥ 2 min"] in rows
     assert ["running", "1", "30 s"] in rows
     assert ["retrying", "2", "2 min"] in rows
     assert ["dead", "2", "2.0 h"] in rows
@@ -662,12 +663,23 @@ def test_check_is_one_line_as_nagios_wants_it(
     for age in ages:
         redis_client.lpush(DLQ, dead_for(age, queue.now_ms(), error="a | b\nc"))
     said = desk(server, "--check", *argv)
-    data = r"depth=(\d+);\d+;\d+;0 oldest=(\d+)s;\d*;\d*;0"
+    data = r"depth=(\d+);\d+;\d+;0 oldest=(\d+)s;\d*;\d*;0 wait=0s;;;0"
     line = rf"DLQ (OK|WARNING|CRITICAL) - ([^|\n]+) \| {data}\n"
     match = re.fullmatch(line, said.out)
     assert match and said.err == "" and said.code == code, said
     assert match[1] == ("OK", "WARNING", "CRITICAL")[code] and int(match[3]) == len(ages)
     assert abs(int(match[4]) - max(ages, default=0)) < 60
+
+
+@pytest.mark.parametrize(("warn", "code"), [("1m", 1), ("1h", 0)])
+def test_check_warns_of_a_line_that_does_not_move(
+    server: Server, redis_client: redis.Redis, busy: int, warn: str, code: int
+) -> None:
+    redis_client.delete(DLQ)
+    said = desk(server, "--check", "--warn-wait", warn)
+    assert said.code == code, said
+    assert "; messages wait for 2 min and more | " in said.out
+    assert re.search(rf" wait=1[0-9]{{2}}s;{60 if code else 3600};;0\n", said.out), said
 
 
 def test_check_says_unknown_when_redis_does_not_answer(run: Run) -> None:

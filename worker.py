@@ -680,29 +680,12 @@ return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.cal
   redis.call('EXISTS', pause)}
 """)  # fmt: skip
 
-# probe: not a transition. Tries every command that the scripts use on a key of its own, so that a
-# missing permission is known, by name, before a message is touched.
-#   KEYS  probe
-#   ARGV  commands, as words; the key comes after the first
-#   →     ok | refused, command, error
-PROBE = Script("probe", "probe", """
-for i = 1, #ARGV do
-  local words = {}
-  for word in string.gmatch(ARGV[i], '%S+') do words[#words + 1] = word end
-  if words[1] ~= 'TIME' then table.insert(words, 2, probe) end
-  local reply = redis.pcall(unpack(words))
-  if type(reply) == 'table' and reply.err then
-    redis.pcall('DEL', probe)
-    return {'refused', words[1], reply.err}
-  end
-end
-return {'ok'}
-""")  # fmt: skip
-NEEDED = (  # by the scripts
-    "TIME", "DEL", "LPUSH x", "RPUSH x", "LLEN", "LINDEX -1", "LPOS x", "LTRIM 0 0", "LREM 1 x",
-    "DEL", "HSET x 0", "HGET x", "HEXISTS x", "HLEN", "HINCRBY x 1", "HDEL x", "ZADD 0 x",
-    "ZRANGE 0 0", "ZRANGEBYSCORE 0 0", "ZCARD", "ZREMRANGEBYSCORE 1 1", "ZREMRANGEBYRANK 1 1",
-    "ZREM x", "SET 0", "GET", "EXISTS", "DEL",
+NEEDED = (  # every command of the scripts and of Queue's own; * is a key that nothing else uses
+    "TIME", "DEL *", "LPUSH * x", "RPUSH * x", "LLEN *", "LINDEX * -1", "LPOS * x", "LREM * 1 x",
+    "LTRIM * 1 0", "DEL *", "HSET * x 0", "HGET * x", "HEXISTS * x", "HLEN *", "HINCRBY * x 1",
+    "HKEYS *", "HSTRLEN * x", "HDEL * x", "DEL *", "ZADD * 0 x", "ZRANGE * 0 0", "ZSCAN * 0",
+    "ZRANGEBYSCORE * 0 0", "ZCARD *", "ZREMRANGEBYSCORE * 1 1", "ZREMRANGEBYRANK * 1 1", "ZREM * x",
+    "DEL *", "SET * 0 XX", "GET *", "EXISTS *", "DEL *", "BRPOPLPUSH * * 0.01",
 )  # fmt: skip
 
 # Whose fault is it? One table; `Hand.insist` and `Foreman.failed` act on it.
@@ -975,10 +958,21 @@ class Queue:
 
     def command(self, *args: bytes | str | int | float) -> Any:
         """Sends one plain command and returns its reply."""
-        [reply] = self.exchange([b"*%d\r\n%b" % (len(args), b"".join(map(bulk, args)))])
+        [reply] = self.exchange([plain(*args)])
         if isinstance(reply, Exception):
             raise reply
         return reply
+
+    def try_everything(self) -> None:
+        """Runs each command that we need, to no effect: raises what is refused, by its name.
+
+        But for what a full Redis refuses: that has to be drained.
+        """
+        calls = [[{"*": self.names.probe}.get(x, x) for x in call.split()] for call in NEEDED]
+        for reply in self.exchange([plain(*call) for call in calls]):
+            if isinstance(reply, Exception) and not re.search("OOM|OutOf", repr(reply)):
+                raise reply
+        self.do(self.renew(1.0))  # scripts, too
 
     def ring(self, seconds: float) -> bool:
         """Sleeps in Redis until a message comes, `seconds` at most; True if one came.
@@ -1068,6 +1062,11 @@ def identity(fd: int) -> tuple[int, int] | None:
 
 def ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def plain(*args: bytes | str | int | float) -> bytes:
+    """A command as it is sent."""
+    return b"*%d\r\n%b" % (len(args), b"".join(map(bulk, args)))
 
 
 def bulk(arg: bytes | str | int | float) -> bytes:
@@ -2377,21 +2376,7 @@ def inspect_server(queue: Queue) -> tuple[str, list[str], float]:
     if lease and lease[0].isdigit():
         old = f"{queue.names.running} is in the form of an earlier version"
         return f"{old}: let that version finish what it runs, then start this one", [], 0.0
-    [[answer, *refused]] = queue.do(Step(PROBE, NEEDED))
-    if answer != b"ok":
-        command, text = (part.decode(errors="replace") for part in refused)
-        if passing(refusal := redis.ResponseError(text)):
-            raise refusal
-        return f"the Redis user may not run {command} in a script: {printable(text)}", [], 0.0
-    probe = queue.names.probe
-    try:
-        queue.command("BRPOPLPUSH", probe, probe, SHORTEST)
-    except redis.ResponseError as error:  # a full Redis refuses this, and has to be drained
-        if not passing(error):
-            raise
-    queue.command("HKEYS", probe)
-    queue.command("HSTRLEN", probe, "x")
-    queue.command("ZSCAN", probe, 0)
+    queue.try_everything()
     product = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version", info.get("redis_version", "of unknown version"))
     lines = [f"{product} {version} at {queue.place()}, queue {queue.names.waiting}"]

@@ -251,7 +251,8 @@ TIMES = st.sampled_from((1, 1, 0, 2))
 WAITS = st.sampled_from((0.0, FAR))
 TWIN, PEST = b'{"twin": [1.10, 1e400]}', b'\xff\0"\\%d\n'
 DENIED = sorted(
-    {name.split()[0] for name in worker.NEEDED} - {"HINCRBY", "LPOS", "ZREMRANGEBYSCORE", "HLEN"}
+    {name.split()[0] for name in worker.NEEDED}
+    - {"HINCRBY", "LPOS", "ZREMRANGEBYSCORE", "HLEN", "HKEYS", "HSTRLEN", "ZSCAN", "BRPOPLPUSH"}
 )
 FORMS = ("plain", "plain", "pretty", "with attempts", "twin", "pest")
 STEPS = (

@@ -173,8 +173,8 @@ def header_of(name: str) -> str:
 
 
 def test_the_scripts_are_the_transitions() -> None:
-    """And two that move no message."""
-    assert {script.name for script in SCRIPTS.values()} == {*TRANSITIONS, "beat", "probe"}
+    """And one that moves no message."""
+    assert {script.name for script in SCRIPTS.values()} == {*TRANSITIONS, "beat"}
     for name, script in SCRIPTS.items():
         assert name == script.name.upper()
     for name in TRANSITIONS:

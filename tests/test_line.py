@@ -1,4 +1,4 @@
-"""How long the line has waited: a lower bound that costs no claim anything, and never lies."""
+"""How long the line has waited: a lower bound, which costs no claim anything."""
 
 from __future__ import annotations
 

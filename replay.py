@@ -1,19 +1,19 @@
 """The desk where dead letters are looked at, put back or thrown away. It only acts when asked.
 
   $ python replay.py
-  replayed df5d15fe13, kind missing, HTTPStatus: HTTP 404 (taskproc.py:61 in process):
+  replayed df5d15fe13, kind missing, HTTPStatus: HTTP 404 (taskproc.py:63 in process):
   5 left in q:tasks:dlq
 
   $ python replay.py --group
   COUNT  REASON     KIND     FIRST  LAST  EXAMPLE     ERROR
-  2      permanent  missing  2 s    2 s   fa0de01bbb  HTTPStatus: HTTP 404 (taskproc.py:61 in pro…
-  2      exhausted  bad      2 s    1 s   8badd771ba  ValueError: bad message (taskproc.py:53 in …
+  2      permanent  missing  2 s    2 s   fa0de01bbb  HTTPStatus: HTTP 404 (taskproc.py:63 in pro…
+  2      exhausted  bad      2 s    1 s   8badd771ba  ValueError: bad message (taskproc.py:55 in …
   replay: 4 letters in 2 groups; --like EXAMPLE means a group
 
   $ python replay.py --list --kind bad
   ID          AGE  KIND  ATTEMPTS  REASON     ERROR
-  8badd771ba  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
-  b611f4f134  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:53 in process)
+  8badd771ba  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:55 in process)
+  b611f4f134  2 s  bad   5         exhausted  ValueError: bad message (taskproc.py:55 in process)
   replay: letters in all: 4
 
   $ python replay.py --like 8bad --set user.id=42
@@ -1173,14 +1173,15 @@ class Desk:
         return int(bool(troubles))
 
     def do_check(self) -> int:
-        """One line for Nagios and its kin: how many, how old, and what the oldest died of."""
+        """One line for Nagios and its kin: how many, how old, what of; how long messages wait."""
         asked, now = self.asked, self.queue.now_ms()
         there = depth(self.queue)
         page = [Letter(raw, now) for raw in self.queue.command("LRANGE", self.dlq, -SHOWN, -1)]
         age, wait = oldest(page), waited(self.queue) or 0.0
         depths = asked.warn_depth or DEPTH[0], asked.crit_depth or DEPTH[1]
         ages = asked.warn_age or math.inf, asked.crit_age or math.inf
-        code = int(wait >= (asked.warn_wait or math.inf))
+        longest = asked.warn_wait or math.inf
+        code = int(wait >= longest)
         for level in (1, 2):
             if there >= depths[level - 1] or (age or 0.0) >= ages[level - 1]:
                 code = level
@@ -1189,9 +1190,10 @@ class Desk:
         text += f"; messages wait for {since(wait)} and more" if wait else ""
         pause = paused(self.queue)
         text += f"; paused {pause}" if pause else ""
-        bounds = ";".join("" if a == math.inf else f"{a:g}" for a in ages)
-        data = f"depth={there};{depths[0]};{depths[1]};0 oldest={age or 0.0:.0f}s;{bounds};0"
-        data += f" wait={wait:.0f}s;{f'{asked.warn_wait:g}' if asked.warn_wait else ''};;0"
+        bounds = ["" if a == math.inf else f"{a:g}" for a in (*ages, longest)]
+        data = f"depth={there};{depths[0]};{depths[1]};0"
+        data += f" oldest={age or 0.0:.0f}s;{bounds[0]};{bounds[1]};0"
+        data += f" wait={wait:.0f}s;{bounds[2]};;0"
         say(f"{printable(text).replace('|', '/')} | {data}")
         return code
 
@@ -1365,6 +1367,11 @@ def oldest(page: list[Letter]) -> float | None:
     return next((x.age for x in reversed(page) if x.age is not None), None)
 
 
+def shown_age(state: str, oldest: float | None) -> str:
+    """An age for people; of what waits only a lower bound is known."""
+    return ("≥ " if state == "waiting" and oldest else "") + since(oldest)
+
+
 def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:
     """The survey as lines for people, the counts first; with rates, if there is one before it."""
     workers = list(now["workers"].items())[-SHOWN:]  # those that moved last
@@ -1373,7 +1380,7 @@ def overview(now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str
         passed = ((date_ms(now["at"]) or 0.0) - (date_ms(before["at"]) or 0.0)) / 1000
     tables: dict[str, list[tuple[object, ...]]] = {
         "STATE COUNT OLDEST": [
-            (name, s["count"], "≥ " * bool(name == "waiting" and s["oldest"]) + since(s["oldest"]))
+            (name, s["count"], shown_age(name, s["oldest"]))
             for name, s in now["states"].items()],
         "COUNTER TOTAL RATE": [
             (name, n, f"{(n - then.get(name, 0)) / passed:.1f}/s" if passed else None)

@@ -309,7 +309,9 @@ def is_first(raw: bytes, at: int) -> bool:
 def without_ours(text: str) -> str:
     """The text of an object without the members that are ours, wherever they stand in it."""
     head, found, tail = members(text)
-    spans = [x[3] for x in found if not (x[0] in RESERVED and RESERVED[x[0]](x[1]))]
+    spans = [
+        span for name, value, _, span in found if name not in RESERVED or not RESERVED[name](value)
+    ]
     rest = ",".join(spans)
     first = found[0][3]
     if not (spans and spans[0] is first):  # cut from the front: the white space there stays
@@ -646,14 +648,15 @@ return 'ok'
 """)  # fmt: skip
 
 # LINE: how many messages have come in (`total`), and how many of these no longer wait (`left`):
-# what came in is in one of the places, or was counted when it ended. If counters were lost since
-# the last sample of that, no sample says anything: then `last` is false.
+# what came in is in one of the places, or was counted when it ended. If there are fewer than at the
+# last sample, messages or counters were lost, and no sample says anything: then `last` is false.
+# (Such a loss is not seen if as many messages have come in by the next beat.)
 LINE = """
-local left, total = redis.call('HLEN', running) + redis.call('ZCARD', retry), 0
+local left = redis.call('HLEN', running) + redis.call('ZCARD', retry)
 for _, counter in ipairs({'done', 'dead'}) do
   left = left + (tonumber(redis.pcall('HGET', stats, counter)) or 0)
 end
-total = left + redis.call('LLEN', waiting) + redis.call('LLEN', next)
+local total = left + redis.call('LLEN', waiting) + redis.call('LLEN', next)
 local last = redis.call('ZRANGE', arrivals, -1, -1, 'WITHSCORES')
 last = last[1] and tonumber(last[2]) <= total and last"""
 
@@ -679,14 +682,6 @@ redis.call('ZREMRANGEBYRANK', workers, 0, -10001)
 return {now, redis.call('HLEN', running), redis.call('ZCARD', leases), redis.call('LLEN', dlq),
   redis.call('EXISTS', pause)}
 """)  # fmt: skip
-
-NEEDED = (  # every command of the scripts and of Queue's own; * is a key that nothing else uses
-    "TIME", "DEL *", "LPUSH * x", "RPUSH * x", "LLEN *", "LINDEX * -1", "LPOS * x", "LREM * 1 x",
-    "LTRIM * 1 0", "DEL *", "HSET * x 0", "HGET * x", "HEXISTS * x", "HLEN *", "HINCRBY * x 1",
-    "HKEYS *", "HSTRLEN * x", "HDEL * x", "DEL *", "ZADD * 0 x", "ZRANGE * 0 0", "ZSCAN * 0",
-    "ZRANGEBYSCORE * 0 0", "ZCARD *", "ZREMRANGEBYSCORE * 1 1", "ZREMRANGEBYRANK * 1 1", "ZREM * x",
-    "DEL *", "SET * 0 XX", "GET *", "EXISTS *", "DEL *", "BRPOPLPUSH * * 0.01",
-)  # fmt: skip
 
 # Whose fault is it? One table; `Hand.insist` and `Foreman.failed` act on it.
 #
@@ -815,6 +810,13 @@ BLOCK = 5.0  # seconds an idle hand sleeps in Redis at most
 PAUSE = 1.0  # seconds between two looks whether a pause is over
 SHORTEST = 0.01  # and at least: Redis 6.2 takes one millisecond for none, and none for eternity
 SLOWEST = 100_000  # bytes a second; what is sent gets the time that it needs at this speed
+NEEDED = (  # every command of the scripts and of Queue's own; * is a key that nothing else uses
+    "TIME", "DEL *", "LPUSH * x", "RPUSH * x", "LLEN *", "LINDEX * -1", "LPOS * x", "LREM * 1 x",
+    "LTRIM * 1 0", "DEL *", "HSET * x 0", "HGET * x", "HEXISTS * x", "HLEN *", "HINCRBY * x 1",
+    "HKEYS *", "HSTRLEN * x", "HDEL * x", "DEL *", "ZADD * 0 x", "ZRANGE * 0 0", "ZSCAN * 0",
+    "ZRANGEBYSCORE * 0 0", "ZCARD *", "ZREMRANGEBYSCORE * 1 1", "ZREMRANGEBYRANK * 1 1", "ZREM * x",
+    "DEL *", "SET * 0 XX", "GET *", "EXISTS *", "DEL *", f"BRPOPLPUSH * * {SHORTEST}",
+)  # fmt: skip
 
 
 class Queue:
@@ -966,13 +968,13 @@ class Queue:
     def try_everything(self) -> None:
         """Runs each command that we need, to no effect: raises what is refused, by its name.
 
-        But for what a full Redis refuses: that has to be drained.
+        A full Redis refuses some, and has to be drained; what else passes stops the script, too.
         """
         calls = [[{"*": self.names.probe}.get(x, x) for x in call.split()] for call in NEEDED]
         for reply in self.exchange([plain(*call) for call in calls]):
-            if isinstance(reply, Exception) and not re.search("OOM|OutOf", repr(reply)):
+            if isinstance(reply, Exception) and not passing(reply):
                 raise reply
-        self.do(self.renew(1.0))  # scripts, too
+        self.do(self.renew(1.0))  # a script that writes
 
     def ring(self, seconds: float) -> bool:
         """Sleeps in Redis until a message comes, `seconds` at most; True if one came.
@@ -2188,14 +2190,14 @@ class Foreman:
 
     def beat(self) -> None:
         """Renews, lets fall what dead hands and dead workers left, notes progress, warns."""
-        now = time.monotonic()
-        if now < self.next_beat:
+        asked = time.monotonic()
+        if asked < self.next_beat:
             return
         lease = self.settings.lease
         try:
             pulse = self.renew()
-            asked, now = now, time.monotonic()
-            jumped = self.clock_jumped(pulse.now_ms / 1000, asked)
+            now = time.monotonic()
+            jumped = self.clock_jumped(pulse.now_ms / 1000, asked, now)
             if self.fault or jumped or now > self.last_beat + lease / 2:
                 self.fall_from = now + max(lease, REJOIN)  # others, too, have to renew: they first
             while self.orphans:
@@ -2239,9 +2241,9 @@ class Foreman:
                 seat.slot.words[LOST] = seat.slot.words[TOKEN]
                 seat.signal(signal.SIGALRM)
 
-    def clock_jumped(self, server: float, asked: float) -> bool:
+    def clock_jumped(self, server: float, asked: float, answered: float) -> bool:
         """Tells whether the server's clock has moved against ours by a part of a lease."""
-        before, self.offset = self.offset, (server - time.monotonic(), server - asked)
+        before, self.offset = self.offset, (server - answered, server - asked)
         if before is None:
             return False
         gap = max(self.offset[0] - before[1], before[0] - self.offset[1])

@@ -297,6 +297,15 @@ def test_an_object_is_its_members_and_what_stands_around_them(raw: bytes) -> Non
         assert json.loads(span[: len(span) - len(value_text)].rstrip().removesuffix(":")) == name
 
 
+@pytest.mark.parametrize("raw", [
+    b'{"a": 1, "attempts": 3}}', b'{"a": 1, "attempts": 3', b'"attempts": 3', b"", b", ", b"{",
+    b'{"attempts": ', b'{"a": 1, "attempts": ' + b"[" * 100_000,
+], ids=range(8))  # fmt: skip
+def test_what_ends_like_ours_and_is_no_object_is_undecodable(raw: bytes) -> None:
+    with pytest.raises(Undecodable):
+        Message.parse(raw)
+
+
 @pytest.mark.parametrize("raw", UNDECODABLE.values(), ids=UNDECODABLE)
 def test_what_is_no_object_is_undecodable_and_nothing_else(raw: bytes) -> None:
     for read in (load, Message.parse):

@@ -290,7 +290,11 @@ def process(msg, run):
 
 
 def test_a_reader_that_has_stopped_costs_lines_and_no_message(
-    server: Server, redis_client: redis.Redis, handler: Callable[[str], Path], app_dir: Path
+    server: Server,
+    redis_client: redis.Redis,
+    handler: Callable[[str], Path],
+    qr_dir: Path,
+    app_dir: Path,
 ) -> None:
     """A pipe with a little room left: a longer line must not wait for the rest of it."""
     handler("def process(msg):\n    raise ValueError('\U0001f600' * 500)\n")
@@ -299,7 +303,9 @@ def test_a_reader_that_has_stopped_costs_lines_and_no_message(
     try:
         process = subprocess.Popen(
             [sys.executable, PROJECT / "worker.py", "--burst", "--log", "json", "--base", "0.01"],
-            env=clean_environment({"REDIS_URL": server.url, "QR_APP_DIR": app_dir}),
+            env=clean_environment(
+                {"REDIS_URL": server.url, "QR_DIR": qr_dir, "QR_APP_DIR": app_dir}
+            ),
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=write,
